@@ -109,7 +109,10 @@ def reconcile_here(
         traces=traces,
         slot_user=preview,
         preempt_after=None if minutes is None else minutes * 60.0,
-        engines=EngineOptions(most_seats=settings.seats, mounts=settings.launcher == "kubernetes"),
+        engines=EngineOptions(
+            most_seats=settings.seats,
+            mounts=settings.launcher == "kubernetes" and not settings.storage,
+        ),
         admission=LateAdmission(store, settings, descriptions),
         leave_after_seconds=settings.unattended_seconds,
         rate_of=price_list(settings).rate,

@@ -164,7 +164,7 @@ class Settings(BaseSettings):
     engine_jobs: int | None = Field(default=None, ge=0, le=64)
     """Most jobs that an engine trains at once: jobs of one project on the same base share its
     weights and ranks. 0: every job has ranks of its own. None: ENGINE_JOBS on this host, 0 in a
-    cluster. Not with FT_STORAGE.
+    cluster.
     """
     max_file_bytes: int = Field(default=512 * 1024**2, ge=1)
     """Largest file uploaded in one request."""
@@ -443,14 +443,6 @@ class Settings(BaseSettings):
             raise ValueError(
                 "FT_ENGINE_JOBS = 1: an engine of one job shares nothing. Give at least 2, or 0 "
                 "for no engines"
-            )
-        if self.engine_jobs and self.storage:
-            raise ValueError(
-                f"FT_ENGINE_JOBS = {self.engine_jobs} and FT_STORAGE are both set: an engine's "
-                "ranks use the run directories "
-                "of jobs that come and go, which its pods cannot fetch beforehand. Leave out "
-                "FT_ENGINE_JOBS, or leave out "
-                "FT_STORAGE and mount a shared volume at FT_HOME"
             )
         return self
 

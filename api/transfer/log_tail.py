@@ -28,7 +28,7 @@ def attempt_logs(
         return {}
     attempt = Attempt(places.run(job_id), number, job_id=job_id)
     files = log_files(attempt.find_logs(), rank)
-    engine = engine_of(attempt, places.engines_dir)
+    engine = engine_of(attempt, places)
     if engine is not None and engine.has_order(
         attempt
     ):  # workers may write start.json, but no order into others' engines

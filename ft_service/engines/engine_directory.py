@@ -4,6 +4,7 @@ without writing them.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -14,15 +15,18 @@ from pydantic import BaseModel, ConfigDict
 
 from ft_service.data.token_folder import IN_HOME, entries_of
 from ft_service.engines.sharing import fault_groups
+from ft_service.errors import FtError
 from ft_service.jobs.reasons import Reason, Retry
 from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_outcome import exit_of, succeeded_exit
-from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Exit, ExitReason, Start
 from ft_service.rundir.engine import ENGINE, SEATS, SeatOrder, data_folder, seat_key
 from ft_service.rundir.engine_spec import EngineSpec
 from ft_service.spec import JobSpec
+from ft_service.storage.locations import Places
+
+log = logging.getLogger(__name__)
 
 PREFIX = "engine-"
 """Beginning of every engine's id."""
@@ -48,10 +52,11 @@ class LostSeats(BaseModel):
 class EngineDirectory:
     """The directory of one engine, with its only attempt."""
 
-    def __init__(self, engines_dir: Path, engine_id: str) -> None:
-        """`engines_dir`: folder of all engines' directories."""
+    def __init__(self, places: Places, engine_id: str) -> None:
+        """`places`: of its directory, and of its jobs' run directories."""
         self.engine_id = engine_id
-        self.run = RunDir(engines_dir / engine_id)
+        self.run = places.engine(engine_id)
+        self._places = places
         self.attempt = Attempt(self.run, 1, job_id=engine_id)
 
     def prepare(self, spec: EngineSpec, slots: Sequence[int], ranks: int, priority: int) -> None:
@@ -150,24 +155,31 @@ class EngineDirectory:
         return {} if losses is None else losses.groups
 
     def _seat(self, key: str) -> Attempt | None:
-        """The attempt of an order; None: it is gone, or names another engine."""
+        """The attempt of an order; None: it is gone, or names another engine, or the order was
+        replaced by ranks, which may write there on a shared volume.
+        """
         order = self.run.readable(key, SeatOrder)
-        if order is None:
+        if order is None or seat_key(order.job_id, order.attempt) != key:
             return None
-        seat = Attempt(RunDir(order.run_dir), order.attempt, job_id=order.job_id)
+        try:
+            run = self._places.run(order.job_id)
+        except FtError as error:
+            log.warning("%s", error.message)
+            return None
+        seat = Attempt(run, order.attempt, job_id=order.job_id)
         start = seat.readable_start()
         return seat if start is not None and start.engine == str(self.run.root) else None
 
 
-def engine_of(attempt: Attempt, engines_dir: Path) -> EngineDirectory | None:
+def engine_of(attempt: Attempt, places: Places) -> EngineDirectory | None:
     """The engine in which an attempt has a seat, by its start.json; None: it has ranks of its own,
-    or names another folder. `engines_dir`: folder of all engines' directories.
+    or names another folder.
     """
     start = attempt.readable_start()
     folder = None if start is None or start.engine is None else Path(start.engine)
-    if folder is None or folder.parent != engines_dir or not folder.name.startswith(PREFIX):
+    if folder is None or folder.parent != places.engines_dir or not folder.name.startswith(PREFIX):
         return None
-    return EngineDirectory(engines_dir, folder.name)
+    return EngineDirectory(places, folder.name)
 
 
 def _show(path: Path, shown: Path) -> None:

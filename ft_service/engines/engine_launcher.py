@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ft_service.engines.engine_directory import EngineDirectory, engine_of
 from ft_service.jobs.reasons import Reason
@@ -22,6 +21,7 @@ from ft_service.rundir.attempt_outcome import exit_of, killed_exit, succeeded_ex
 from ft_service.rundir.checkpoints import newest_step
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason
 from ft_service.spec import JobSpec
+from ft_service.storage.locations import Places
 
 Show = Callable[[EngineDirectory, JobSpec], None]
 """Lets the ranks of an engine see the data of a job."""
@@ -36,12 +36,12 @@ would report: a rank hangs.
 class EngineLauncher:
     """A launcher whose attempts may share engines. For one thread."""
 
-    def __init__(self, inner: Launcher, engines_dir: Path, show: Show | None = None) -> None:
-        """`engines_dir`: folder of the engines' directories; an attempt that names another folder
-        is not one of an engine. `show`: None: the ranks see all data.
+    def __init__(self, inner: Launcher, places: Places, show: Show | None = None) -> None:
+        """`places`: of the engines' directories; an attempt that names another folder is not one
+        of an engine. `show`: None: the ranks see all data, or their node fetches it.
         """
         self._inner = inner
-        self._engines_dir = engines_dir
+        self._places = places
         self._show = show
         self.host = inner.host
         self.slots = inner.slots
@@ -143,14 +143,14 @@ class EngineLauncher:
         self._event_age.forget(attempt)
 
     def _engine_of(self, attempt: Attempt) -> EngineDirectory | None:
-        return engine_of(attempt, self._engines_dir)
+        return engine_of(attempt, self._places)
 
 
 class ClusterEngineLauncher(EngineLauncher):
     """A launcher of a cluster, which lists what runs there, whose attempts may share engines."""
 
-    def __init__(self, inner: Launcher, engines_dir: Path, show: Show | None = None) -> None:
-        super().__init__(inner, engines_dir, show)
+    def __init__(self, inner: Launcher, places: Places, show: Show | None = None) -> None:
+        super().__init__(inner, places, show)
         assert isinstance(inner, ListsAttempts)
         self._place: ListsAttempts = inner
 

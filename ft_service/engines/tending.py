@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 TEND_SECONDS = 0.5
 """Interval at which engines are looked at."""
+TEND_OBJECTS_SECONDS = 3.0
+"""The same with FT_STORAGE, where each look is some requests that are paid for."""
 IDLE_SECONDS = 60.0
 """How long an engine stays without a job."""
 
@@ -40,7 +42,7 @@ class EngineOptions:
     idle_seconds: float = IDLE_SECONDS
     """How long an engine stays without a job."""
     mounts: bool = False
-    """Whether ranks see only what is mounted for them (Kubernetes).
+    """Whether ranks see only what is mounted for them (Kubernetes without FT_STORAGE).
 
     Then the run directories of jobs with a seat are in the folder of their project, and jobs that
     continue an adapter run alone.
@@ -69,11 +71,11 @@ class EngineTending:
         for engine in self._store.engines.live_engines(host=self._launcher.host):
             try:
                 self._tend(engine)
-            except UnavailableError:
-                raise
-            except Exception:  # one engine must not keep the jobs of others waiting
+            except Exception as error:  # one engine must not keep the jobs of others waiting
+                self._raise_if_database(error)
                 log.exception("an engine cannot be looked after", extra=fields(engine=engine.id))
-        self._next = time.monotonic() + TEND_SECONDS
+        pause = TEND_SECONDS if self._places.objects is None else TEND_OBJECTS_SECONDS
+        self._next = time.monotonic() + pause
 
     def look_at(self, engine_id: str) -> None:
         """Look at one engine now, since one of its jobs has ended: it may have ended too."""
@@ -91,9 +93,8 @@ class EngineTending:
             log.info("an engine is asked to end", extra=fields(engine=engine_id))
             try:
                 self._ask_to_end(self._directory(engine_id))
-            except UnavailableError:
-                raise
-            except Exception:  # its place does not answer; `attend` asks again
+            except Exception as error:  # its place does not answer; `attend` asks again
+                self._raise_if_database(error)
                 log.exception("an engine could not be asked to end", extra=fields(engine=engine_id))
         return closes
 
@@ -169,5 +170,12 @@ class EngineTending:
         ):
             self._launcher.signal(engine.attempt, Control(generation=2, desired=Desired.PAUSE))
 
+    def _raise_if_database(self, error: Exception) -> None:
+        """Raise what may be the database's error. With FT_STORAGE it may be the storage's, and then
+        the next request shows whether the database answers.
+        """
+        if isinstance(error, UnavailableError) and self._places.objects is None:
+            raise error
+
     def _directory(self, engine_id: str) -> EngineDirectory:
-        return EngineDirectory(self._places.engines_dir, engine_id)
+        return EngineDirectory(self._places, engine_id)

@@ -5,7 +5,13 @@ An engine's directory is a run directory with exactly one attempt, number 1, in 
 (attempt.py), and with
 
     engine.json                   EngineSpec (engine_spec.py), by the service, before anything runs
-    seats/<job>-<attempt>.json    SeatOrder, by the service; nobody removes it
+    seats/<job>-<attempt>.json    SeatOrder, by the service; nobody removes it there
+    left/<job>-<attempt>.json     empty, by rank 0: no rank uses the seat's files any more
+
+Where these are on object storage, the engine's node has a copy of its own
+(supervisor/engine_sync.py), in which `seats/` holds only the orders whose files are there, and
+
+    arriving/<job>-<attempt>.json SeatOrder whose files are still fetched: the engine is not idle
 
 Where ranks see only what is mounted for them (Kubernetes), a folder beside the engine's directory
 holds what they read of the service's files:
@@ -31,6 +37,8 @@ ENGINES = "engines"
 ENGINE = "engine.json"
 SEATS = "seats"
 """Folder of the orders."""
+ARRIVING = "arriving"
+"""Folder of the orders whose files are still fetched from object storage."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,23 @@ def data_folder(engine: Path) -> Path:
     return engine.with_name(f"{engine.name}.data")
 
 
+def is_engine(run_root: Path) -> bool:
+    """Return whether a run directory is that of an engine, by its place."""
+    return run_root.parent.name == ENGINES
+
+
 def seat_key(job_id: str, attempt: int) -> str:
     """Return the key of a seat's order."""
     return f"{SEATS}/{job_id}-{attempt}.json"
+
+
+def arriving_key(seat: str) -> str:
+    """Return the key of a seat's order while its files are fetched. `seat`: key of the order."""
+    return f"{ARRIVING}/{seat.removeprefix(f'{SEATS}/')}"
+
+
+def left_key(seat: str) -> str:
+    """Return the key of the mark that no rank uses a seat's files any more. `seat`: key of its
+    order.
+    """
+    return f"left/{seat.removeprefix(f'{SEATS}/')}"

@@ -28,7 +28,7 @@ from ft_service.rundir.directory import (
     UnreadableDocumentError,
     sync_folder,
 )
-from ft_service.rundir.engine import ENGINES
+from ft_service.rundir.engine import ENGINES, data_folder
 from ft_service.rundir.project_runs import RUNS, move_run, remove_run, run_root
 from ft_service.settings import Settings
 from ft_service.storage.object_store import ObjectStore
@@ -110,7 +110,7 @@ class Places:
         self._home = home
         self._runs_dir = home / RUNS
         self.engines_dir = home / ENGINES
-        """Folder of the engines' directories, on this host or the volume."""
+        """Folder of the engines' directories, at the path that their ranks have."""
         self._cache_dir = cache_folder.folder_of(environment or {}, home) or home / "cache"
         self._uploads_dir = home / UPLOADS
         self._objects = objects
@@ -139,6 +139,32 @@ class Places:
         its project.
         """
         return RunDir(move_run(self._home, project_id, job_id))
+
+    def engine(self, engine_id: str) -> RunDir:
+        """Return the directory of an engine, which is a run directory."""
+        root = self.engines_dir / engine_id
+        if self._objects is None:
+            return RunDir(root)
+        return ObjectRunDir(self._objects, f"{ENGINES}/{engine_id}", root)
+
+    def engine_ids(self) -> set[str]:
+        """Return the names of what is in the folder of the engines' directories."""
+        if self._objects is not None:
+            return set(self._objects.names(ENGINES))
+        return {path.name for path in self.engines_dir.glob("*")}
+
+    def remove_engine(self, engine_id: str) -> None:
+        """Remove the directory of an engine, which has ended, and what its ranks were shown.
+
+        Raises OSError and UnavailableError.
+        """
+        root = self.engines_dir / engine_id
+        shutil.rmtree(data_folder(root), ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(root)
+        if self._objects is not None:
+            for key in self._objects.list(f"{ENGINES}/{engine_id}"):
+                self._objects.remove(key)
 
     def remove_run(self, job_id: str) -> None:
         """Remove the run directory of a job, which is over, if it exists. Raises OSError."""

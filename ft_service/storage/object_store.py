@@ -180,6 +180,8 @@ class ObjectStore:
             with self._errors("reading", key):
                 self._fs.get_file(self._path(key), str(partial))
             partial.replace(path)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{self.url} holds no {key}") from error
         finally:
             partial.unlink(missing_ok=True)
 

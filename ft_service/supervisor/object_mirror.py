@@ -1,5 +1,5 @@
-"""Supervisor's side of a run directory on object storage: a separate process (`object_sync.py`)
-moves the files.
+"""Supervisor's side of a run directory on object storage: a separate process (`object_sync.py`, or
+for an engine `engine_sync.py`) moves the files.
 
 It is separate because the supervisor has one thread, imports nothing large, and must not hang when
 the storage does.
@@ -14,6 +14,7 @@ from ft_service.errors import UnavailableError
 from ft_service.host.environment import STORAGE
 from ft_service.host.helper_process import HelperFailed, HelperProcess, Program, run_once
 from ft_service.rundir.directory import RunDir
+from ft_service.rundir.engine import is_engine
 from ft_service.shared_work.losses import persist
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Mirror:
 
     def __init__(self, url: str, run: RunDir, attempt: int, node: int) -> None:
         self._words = [url, str(run.root), str(attempt), str(node)]
+        self._module = "engine_sync" if is_engine(run.root) else "object_sync"
         self._follower: HelperProcess | None = None
 
     def fetch(self) -> None:
@@ -70,14 +72,14 @@ class Mirror:
 
     def _persist(self, verb: str) -> None:
         """Run the process to its end, and again if the host kills it."""
-        persist(f"object_sync {verb}", lambda: run_once(self._program(verb)), tries=TRIES)
+        persist(f"{self._module} {verb}", lambda: run_once(self._program(verb)), tries=TRIES)
 
     def _program(self, verb: str) -> Program:
         command = (
             sys.executable,
             "-P",
             "-m",
-            "ft_service.supervisor.object_sync",
+            f"ft_service.supervisor.{self._module}",
             verb,
             *self._words,
         )

@@ -7,7 +7,7 @@ RUN_DIR is `<home>/runs/<job>`; an object's key is its path below that home. Upl
 order of writes in the run directory: a checkpoint's COMPLETE comes after all its files, from
 whichever node; an event that names a checkpoint comes after it; `result.json` after the adapter,
 exit records last. Once the attempt is sealed on object storage (attempt_seal.py), only its own logs
-and records are uploaded. Nothing here needs torch.
+and records are uploaded. Nothing here needs torch. An engine's directory is that of engine_sync.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from ft_service.rundir.checkpoints import (
     step_of,
 )
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import CheckpointMarker, Result
+from ft_service.rundir.documents import CheckpointMarker, Exit, Result, Start
 from ft_service.rundir.evaluations import EVALUATIONS, PROBES, SERVED
 from ft_service.rundir.events import MOST_SEGMENT_BYTES, parse_events
 from ft_service.shared_work.losses import pause_seconds
@@ -107,16 +107,29 @@ class Sync:
 
         Raises FtError if it is damaged.
         """
-        with ThreadPoolExecutor(
-            DOWNLOADS
-        ) as threads:  # a long job has a hundred thousand segments of events
-            list(threads.map(self._download, filter(self._is_document, self._remote_sizes)))
+        self.fetch_files(*self.fetch_documents())
+
+    def fetch_documents(self) -> tuple[JobSpec, Start]:
+        """Download all documents, and return those that name the other files."""
+        self._download_documents()
         spec = self.run.read("spec.json", JobSpec)
         start = Attempt(self.run, self.attempt).read_start()
         if spec is None or start is None:
             raise UnavailableError(
                 f"{self.objects.url} holds no spec.json and start.json of {self._prefix}"
             )
+        return spec, start
+
+    def _download_documents(self) -> None:
+        with ThreadPoolExecutor(
+            DOWNLOADS
+        ) as threads:  # a long job has a hundred thousand segments of events
+            list(threads.map(self._download, filter(self._is_document, self._remote_sizes)))
+
+    def fetch_files(self, spec: JobSpec, start: Start) -> None:
+        """Download the data files, and the checkpoint to resume from. Raises FtError if that is
+        damaged.
+        """
         for data in spec.data_files:
             if not Path(data.path).is_file():
                 self.objects.download(
@@ -138,9 +151,9 @@ class Sync:
         or incomplete.
         """
         try:
-            for key in self.objects.list(IN_HOME):
+            for key, size in self.objects.list(IN_HOME).items():
                 if key.startswith(f"{IN_HOME}/{sha256}.") and ".." not in key.split("/"):
-                    self.objects.download(key, self._home / key)
+                    self._download_of_size(key, size)
         except (
             UnavailableError,
             FileNotFoundError,
@@ -168,9 +181,21 @@ class Sync:
             raise FtError(f"Checkpoint {name} is damaged on object storage: {faults[0]}.")
 
     def _download(self, key: str) -> None:
-        path = self.run.root / key
-        if not path.is_file() or path.stat().st_size != self._remote_sizes[key]:
-            self.objects.download(f"{self._prefix}/{key}", path)
+        self._download_of_size(f"{self._prefix}/{key}", self._remote_sizes[key])
+
+    def _download_of_size(self, key: str, size: int) -> None:
+        """Download an object, unless a file of its size is here."""
+        path = self._home / key
+        if not path.is_file() or path.stat().st_size != size:
+            self.objects.download(key, path)
+
+    def check(self) -> None:
+        """Raise SealedError if the attempt is sealed on object storage."""
+        self._fence.check()
+
+    def end(self, ended: Exit) -> None:
+        """Write the exit record of an attempt that no process has begun, on object storage."""
+        Attempt(self._remote, self.attempt).write_exit(ended)
 
     def listen(self) -> None:
         """Download what the service, or another node, has written for the attempt, above all its
@@ -388,51 +413,62 @@ def _attempt(name: str) -> int:
     return int(match[2]) if match else 0
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(
+    arguments: Sequence[str], make: Callable[[ObjectStore, RunDir, int, int], Sync] | None = None
+) -> int:
+    """`make`: None: `Sync`."""
     verb, url, run_dir, attempt, node = arguments
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr
     )
+
+    def made() -> Sync:
+        return (make or Sync)(ObjectStore(url), RunDir(run_dir), int(attempt), int(node))
+
     if verb == "follow":
-        _follow(url, run_dir, int(attempt), int(node))
+        follow(made, until=lambda: False)
+    try:
+        patiently(verb, lambda: made().fetch() if verb == "fetch" else made().flush())
+    except (FtError, FileNotFoundError):
+        return 1  # the log says why
+    except SealedError as over:
+        log.error("%s: %s", verb, over)
+        return 1
+    print("{}")  # the reply that it is done
+    return 0
+
+
+def patiently(verb: str, work: Callable[[], None]) -> None:
+    """Do it, again after pauses while storage does not answer, for as long as `verb` may take.
+
+    Raises what its last try raises.
+    """
     began = time.monotonic()
     for tries in itertools.count(1):
-        try:
-            sync = Sync(ObjectStore(url), RunDir(run_dir), int(attempt), int(node))
-            if verb == "fetch":
-                sync.fetch()
-            else:
-                sync.flush()
-            print("{}")  # the reply that it is done
-            return 0
-        except UnavailableError as error:
-            log.error("%s: %s", verb, error.message)
-        except FileNotFoundError as error:  # removed between the look and the upload
-            log.warning("%s: %s", verb, error)
-        except FtError as error:
-            log.error("%s: %s", verb, error.message)
-            return 1
-        except SealedError as over:
-            log.error("%s: %s", verb, over)
-            return 1
         pause = pause_seconds(tries, first=FIRST_PAUSE_SECONDS, longest=MOST_PAUSE_SECONDS)
-        if time.monotonic() + pause > began + TRY_SECONDS[verb]:
-            return 1
+        try:
+            work()
+            return
+        except (FtError, FileNotFoundError) as error:
+            log.error("%s: %s", verb, error)
+            # a file may have been removed between the look and the upload
+            passes = isinstance(error, UnavailableError | FileNotFoundError)
+            if not passes or time.monotonic() + pause > began + TRY_SECONDS[verb]:
+                raise
         time.sleep(pause)
-    raise AssertionError("it returns from within the loop")
 
 
-def _follow(url: str, run_dir: str, attempt: int, node: int) -> None:
-    """Copy changes until this process is ended. An outage of the storage only delays them, and so
-    does one that denies something until its rights are given.
+def follow(make: Callable[[], Sync], until: Callable[[], bool]) -> None:
+    """Copy changes until it is so. An outage of the storage only delays them, and so does one that
+    denies something until its rights are given.
     """
     sync: Sync | None = None
     look_at = 0.0
     failures = 0
     told = ""
-    while True:
+    while not until():
         try:
-            sync = sync or Sync(ObjectStore(url), RunDir(run_dir), attempt, node)
+            sync = sync or make()
             if time.monotonic() >= look_at:
                 sync.listen()
                 look_at = time.monotonic() + LOOK_SECONDS

@@ -205,6 +205,10 @@ class Kubelet:
         """What a pod has printed."""
         return next((p.folder / "output").read_text() for p in self._pods.values() if p.name == pod)
 
+    def disk(self, pod: str) -> Path:
+        """A pod's own FT_HOME (`needs_own_home`), as this host sees it."""
+        return next(p.folder / "home" for p in self._pods.values() if p.name == pod)
+
     def alive(self) -> list[str]:
         """Pods whose process lives."""
         return [

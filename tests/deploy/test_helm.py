@@ -140,10 +140,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"config": {"FT_DATABASE_URL": "postgresql://u:p@h/n"}},
         "FT_DATABASE_URL",
     ),
-    "engines with storage": (
-        {"storage": "s3://b/ft", "config": {"FT_ENGINE_JOBS": 8}},
-        "config.FT_ENGINE_JOBS",
-    ),
     "metrics that nobody may read": (
         {"monitoring": True, "config": {"FT_METRICS_OPEN": False}},
         "metricsSecret",

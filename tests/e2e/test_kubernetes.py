@@ -11,19 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ft_service.control.jobs.reconciler import Reconciler, ReconcilerOptions
+from ft_service.engines.engine_launcher import ClusterEngineLauncher
+from ft_service.engines.tending import EngineOptions
 from ft_service.jobs.states import Job, State
 from ft_service.launcher.kubernetes.manifests import object_name
 from ft_service.launcher.kubernetes.profile import PodProfile
 from ft_service.rundir.checkpoints import complete_checkpoints, newest_checkpoint
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Result, Start
+from ft_service.rundir.engine import ENGINES
 from ft_service.serving import worker_tasks
 from ft_service.spec import (
     BaseModelRef,
     DataFileRef,
     JobContext,
+    JobSpec,
     StoredSpec,
     parse_request,
     resolve,
@@ -38,6 +43,7 @@ from tests.support.ports import free_port
 from tests.support.reconciling import PROJECT, get, messages, new_store
 from tests.support.service import eventually
 from tests.support.storage import local_s3, new_bucket
+from tests.support.training.attempts import adapter, losses, trained
 
 JOB = "ftjob-1"
 STEPS = 60
@@ -60,7 +66,13 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def add_two_node_job(
-    store: Store, models: Path, data: Path, *, steps: int = STEPS, **changes: Any
+    store: Store,
+    models: Path,
+    data: Path,
+    *,
+    job_id: str = JOB,
+    steps: int = STEPS,
+    **changes: Any,
 ) -> Job:
     body = {
         "model": "tiny",
@@ -80,7 +92,7 @@ def add_two_node_job(
     spec = resolve(
         parse_request(body),
         JobContext(
-            job_id=JOB,
+            job_id=job_id,
             organization="local",
             model=BaseModelRef(name="tiny", path=str(models / "tiny")),
             training_data=DataFileRef(name=data.name, path=str(data), sha256=sha256_of(data)),
@@ -90,7 +102,7 @@ def add_two_node_job(
         ),
     )
     job = Job(
-        id=JOB,
+        id=job_id,
         project_id=PROJECT,
         created_at=0.0,
         request=body,
@@ -247,3 +259,73 @@ def test_pods_that_share_nothing_but_object_storage(
             run.path("adapter/adapter_model.safetensors")
         )
         assert run.list("attempts/1/logs/node-1"), "the logs of both nodes are there"
+
+
+@pytest.mark.slow
+def test_jobs_share_a_pod_with_a_disk_of_its_own_and_end_as_if_each_had_been_alone(
+    store: Store,
+    models: Path,
+    data: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    if not can_mount():
+        pytest.skip("pods need mount namespaces to have disks of their own (unshare)")
+    home = tmp_path / "service"
+    options: dict[str, Any] = {
+        "precision": {"default": "nf4", "compute": "fp32"},
+        "training": {
+            "max_steps": 8,
+            "batch_size": 8,
+            "per_device_train_batch_size": 4,
+            "tokens_per_micro_batch": 256,
+            "learning_rate": 1e-3,
+        },
+        "distributed": {
+            "nproc_per_node": 1,
+            "replicate": 1,
+            "activation_checkpointing": "none",
+            "compile": False,
+        },
+    }
+    two = ("ftjob-1", "ftjob-2")
+    with local_s3() as environment, open_cluster(mounts=True) as cluster:
+        url = new_bucket()
+        places = Places(home, ObjectStore(url))
+        places.files_dir.mkdir(parents=True)
+        stored = Path(shutil.copyfile(data, places.files_dir / "file-1"))
+        places.keep("file-1")
+        profile = profile_for(cluster, home, environment, volumes=[], volume_mounts=[], slots=1)
+        launcher = ClusterEngineLauncher(cluster.launcher(profile, home, storage=url), places)
+        engines = EngineOptions(most_seats=4, idle_seconds=20.0)
+        reconciler = Reconciler(
+            store, launcher, places, ReconcilerOptions(idle_seconds=0.1, engines=engines)
+        )
+        request.addfinalizer(reconciler.close)
+        for rank, job_id in zip((2, 4), two, strict=True):
+            lora = {"r": rank, "lora_dropout": 0.1}
+            add_two_node_job(store, models, stored, job_id=job_id, lora=lora, **options)
+        while any(get(store, job_id).state is State.VALIDATING for job_id in two):
+            if (claim := reconciler._claim_active()) is not None:
+                reconciler._reconcile(*claim)
+
+        def done() -> bool:
+            reconciler.step()
+            states = [get(store, job_id).state for job_id in two]
+            assert State.FAILED not in states, [messages(store, job_id) for job_id in two]
+            return states == [State.SUCCEEDED] * 2
+
+        eventually(done, every=TURN_SECONDS)
+        starts = [places.run(job_id).read("attempts/1/start.json", Start) for job_id in two]
+        held = {start.engine for start in starts if start is not None}
+        assert len(held) == 1, "one engine for both"
+        assert Path(held.pop() or "").parent == home / ENGINES
+        for job_id in two:
+            run = places.run(job_id)
+            assert complete_checkpoints(run) == ["step-4-a1", "step-8-a1"]
+            spec = run.read("spec.json", JobSpec)
+            assert spec is not None
+            alone = trained(spec, tmp_path / "alone" / job_id, 1)
+            assert losses(run) == losses(alone)
+            whole = adapter(alone)
+            assert all(torch.equal(tensor, whole[name]) for name, tensor in adapter(run).items())

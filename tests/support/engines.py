@@ -14,6 +14,7 @@ from ft_service.engines.tending import EngineOptions
 from ft_service.jobs.states import Job
 from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.spec import DistributedOptions, JobSpec, TrainingOptions
+from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
 from tests.support.reconciling import add_job, new_reconciler, spec_of
 
@@ -39,7 +40,7 @@ def engine_launcher(folder: Path, scripts: str, slots: int = 2) -> EngineLaunche
     """A launcher for the home `folder`. `scripts`: as scripted_engine.py takes them."""
     command = [sys.executable, str(ENGINE_PROGRAM), scripts]
     return EngineLauncher(
-        LocalLauncher(slots, worker_command=command, stop_grace_seconds=20.0), folder / "engines"
+        LocalLauncher(slots, worker_command=command, stop_grace_seconds=20.0), Places(folder)
     )
 
 

@@ -83,7 +83,8 @@ def add_job(
 def new_reconciler(folder: Path, store: Store, launcher: Launcher, **options: Any) -> Reconciler:
     """A reconciler that takes every data file to be fine, unless told otherwise."""
     options = {"check": lambda job, examiner, tell: Checked(), "idle_seconds": 0.0, **options}
-    return Reconciler(store, launcher, Places(folder), ReconcilerOptions(**options))
+    places = options.pop("places", Places(folder))
+    return Reconciler(store, launcher, places, ReconcilerOptions(**options))
 
 
 def get(store: Store, job_id: str = "ftjob-1", project_id: str = PROJECT) -> Job:

@@ -31,7 +31,7 @@ from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_seal import Fence
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
-from ft_service.rundir.engine import ENGINE, SEATS, SeatOrder
+from ft_service.rundir.engine import ARRIVING, ENGINE, SEATS, SeatOrder, left_key
 from ft_service.rundir.engine_spec import EngineSpec
 from ft_service.spec import JobSpec
 from workers.attempt.prepared_model import cached_description
@@ -180,11 +180,13 @@ class TrainingEngine:
         self._looked_at = now
         self._conclude()
         stops = not self._stopping and self.stop.is_requested
+        arriving = self.runtime.run.list(ARRIVING)  # first: an order goes from there to the others
         orders = () if stops or self._stopping else self._new_orders()
         dropped = tuple(seat.key for seat in self.seats if seat.is_over())
         idle = (
             not self.seats
             and not orders
+            and not arriving
             and not self._left
             and now >= self._idle_since + self.spec.idle_seconds
         )
@@ -223,6 +225,9 @@ class TrainingEngine:
             self._taken.add(name)
             if not Attempt(RunDir(Path(order.run_dir)), order.attempt).has_exit():
                 found.append(order)
+                continue
+            with contextlib.suppress(OSError):  # a full disk must not end the other seats
+                run.put(left_key(f"{SEATS}/{name}"), b"")
         return tuple(found)
 
     def _join(self, order: SeatOrder) -> None:
@@ -271,12 +276,13 @@ class TrainingEngine:
         return len(self.seats) < before
 
     def _conclude(self) -> None:
-        """Write the exit records of seats that have ended; those that the disk refuses are tried
-        again.
+        """Write the exit records of seats that have ended, and that they have left; what the disk
+        refuses is tried again.
         """
         for seat in list(self._left):
             with contextlib.suppress(OSError):
                 seat.conclude()
+                self.runtime.run.put(left_key(seat.key), b"")
                 self._left.remove(seat)
 
     def _compute(self, seen: Sequence[tuple[int, int]]) -> None:

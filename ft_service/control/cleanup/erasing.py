@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Iterator
 
 from ft_service.control.cleanup.pruning import DAY_SECONDS, PAGE
-from ft_service.engines.engine_directory import EngineDirectory
 from ft_service.errors import ConflictError, SpecError
 from ft_service.host.loops import log_errors
 from ft_service.jobs.user_actions import Verb
@@ -67,9 +66,7 @@ def _erase_project(
         yield
     for engine_id in store.erasure.ended_engines_of(project_id):
         with log_errors(f"removing the directory of {engine_id}"):
-            if (folder := places.engines_dir / engine_id).exists():
-                EngineDirectory(places.engines_dir, engine_id).hide()
-                shutil.rmtree(folder)
+            places.remove_engine(engine_id)
             store.erasure.forget_engine(engine_id)
         yield
     while store.erasure.erase_project(project_id):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Sequence
 from itertools import islice
@@ -16,7 +15,7 @@ from ft_service.bases import cache_folder
 from ft_service.control.cleanup import erasing, pruning
 from ft_service.control.webhook_delivery import GIVE_UP_SECONDS, KEEP_SECONDS
 from ft_service.data import token_folder
-from ft_service.engines.engine_directory import PREFIX, EngineDirectory
+from ft_service.engines.engine_directory import PREFIX
 from ft_service.errors import UnavailableError
 from ft_service.host.loops import Interval, every, log_errors
 from ft_service.logs import fields
@@ -102,13 +101,10 @@ def remove_ended_engines(store: Store, places: Places) -> None:
     """Remove the directories of engines that ended more than KEEP_ENGINE_SECONDS ago, except those
     that cannot be removed now, which is logged. Raises UnavailableError.
     """
-    folders = {folder.name: folder for folder in places.engines_dir.glob(f"{PREFIX}*")}
-    for engine_id in (
-        store.engines.ended_engines(list(folders), KEEP_ENGINE_SECONDS) if folders else ()
-    ):
-        with log_errors(f"removing {folders[engine_id]}"):
-            EngineDirectory(places.engines_dir, engine_id).hide()
-            shutil.rmtree(folders[engine_id])
+    there = [name for name in places.engine_ids() if name.startswith(PREFIX)]
+    for engine_id in store.engines.ended_engines(there, KEEP_ENGINE_SECONDS) if there else ():
+        with log_errors(f"removing the directory of {engine_id}"):
+            places.remove_engine(engine_id)
 
 
 def free(places: Places, store: Store, file_ids: Sequence[str]) -> bool:

@@ -69,7 +69,7 @@ def _has_ended(store: Store, places: Places, host: str) -> bool:
         for job_id, number in store.leases.attempts_of(host)
     ]
     engines = store.engines.live_engines(host=host)
-    attempts += [EngineDirectory(places.engines_dir, engine.id).attempt for engine in engines]
+    attempts += [EngineDirectory(places, engine.id).attempt for engine in engines]
     if attempts and not any(attempt.run.root.is_dir() for attempt in attempts):
         return False
     locks = [

@@ -44,7 +44,7 @@ def new_launchers(settings: Settings, move_host: Callable[[str, str], None]) -> 
         ranks = LocalLauncher(
             settings.slots or default_slots(), stop_grace_seconds=settings.stop_grace_seconds
         )
-        return [EngineLauncher(ranks, Places.of(settings).engines_dir)]
+        return [EngineLauncher(ranks, Places.of(settings))]
     if settings.launcher == "slurm":
         return _slurm(settings, move_host)
     return _kubernetes(settings, move_host)
@@ -71,7 +71,7 @@ def _slurm(settings: Settings, move_host: Callable[[str, str], None]) -> list[La
         if (why := launcher.refusal()) is not None:  # not refused: jobs that run are to be observed
             where = "" if name is None else f" (profiles.{name})"
             log.error("FT_SLURM_PROFILE%s: Slurm refuses every job: %s", where, why)
-        launchers.append(ClusterEngineLauncher(launcher, Places.of(settings).engines_dir))
+        launchers.append(ClusterEngineLauncher(launcher, Places.of(settings)))
     return launchers
 
 
@@ -117,11 +117,8 @@ def _kubernetes(settings: Settings, move_host: Callable[[str, str], None]) -> li
             cluster, profile, site, host=host, lists=site.namespace not in listed
         )
         listed.add(site.namespace)
-        if settings.storage:  # where there are no engines
-            launchers.append(launcher)
-        else:
-            show = partial(EngineDirectory.show, home=settings.home)
-            launchers.append(ClusterEngineLauncher(launcher, Places.of(settings).engines_dir, show))
+        show = None if settings.storage else partial(EngineDirectory.show, home=settings.home)
+        launchers.append(ClusterEngineLauncher(launcher, Places.of(settings), show))
     return launchers
 
 

@@ -9,7 +9,7 @@ worker may have written.
 
 A pod of an engine sees the engine's directory, the run directories of its project's jobs with a
 seat in some engine (rundir/project_runs.py), and in place of FT_HOME/files and FT_HOME/tokens a
-folder that the service fills as jobs join.
+folder that the service fills as jobs join. With FT_STORAGE it fetches what it needs, as others do.
 """
 
 from __future__ import annotations
@@ -140,15 +140,17 @@ def visible_to_engine(run: RunDir, home: Home, profile: PodProfile) -> VisibleFi
     held = run.readable(ENGINE, EngineSpec) if run.root.parent == home.path / ENGINES else None
     if held is None:
         return None
+    reads = [
+        path for path in base_reads(Path(held.spec.model.path), home, profile) if path.exists()
+    ]
+    if not home.shared:
+        return VisibleFiles(tuple(reads))
     shown = data_folder(run.root)
     instead = {home.path / name: shown / name for name in (FILES, IN_HOME)}
     runs = project_folder(home.path, held.project_id)
     cache = cache_below(profile, home)
     for folder in (*instead.values(), runs, *([cache] if cache is not None else [])):
         folder.mkdir(parents=True, exist_ok=True)
-    reads = [
-        path for path in base_reads(Path(held.spec.model.path), home, profile) if path.exists()
-    ]
     return VisibleFiles(tuple(reads), (runs,), instead)
 
 

@@ -33,7 +33,7 @@ def test_an_engines_output_is_that_of_its_jobs(service: Service) -> None:
     job_id = seated_job(service, "engine-0", slots=[0, 1])
     alone = "attempts/1/logs/supervisor.log"
     places = Places.of(service.settings)
-    engine = EngineDirectory(places.engines_dir, "engine-0")
+    engine = EngineDirectory(places, "engine-0")
     attempt = Attempt(places.run(job_id), 1)
     attempt.run.put(alone, b"own\n")
     engine.run.put(alone, b"started\n")

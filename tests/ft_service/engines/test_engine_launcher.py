@@ -27,8 +27,11 @@ from ft_service.rundir.documents import (
 from ft_service.rundir.engine import SeatOrder, seat_key
 from ft_service.rundir.events import Event, write_segment
 from ft_service.spec import DataFileRef
+from ft_service.storage.locations import Places
+from ft_service.storage.object_store import ObjectStore
 from tests.support.engines import sharing_spec
 from tests.support.fake_launcher import FakeLauncher
+from tests.support.storage import local_s3, new_bucket
 
 ENGINE = "engine-1"
 
@@ -40,12 +43,12 @@ def inner() -> FakeLauncher:
 
 @pytest.fixture
 def launcher(tmp_path: Path, inner: FakeLauncher) -> EngineLauncher:
-    return EngineLauncher(inner, tmp_path / "engines")
+    return EngineLauncher(inner, Places(tmp_path))
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> EngineDirectory:
-    return EngineDirectory(tmp_path / "engines", ENGINE)
+    return EngineDirectory(Places(tmp_path), ENGINE)
 
 
 def seat(tmp_path: Path, number: int, engine: str | None = ENGINE) -> Attempt:
@@ -259,6 +262,35 @@ def test_other_orders_in_an_engines_folder_change_nothing(
     assert not (tmp_path / "runs/ftjob-4").exists()
 
 
+def test_with_object_storage_seats_are_settled_there(tmp_path, inner) -> None:
+    with local_s3():
+        places = Places(tmp_path / "service", ObjectStore(new_bucket()))
+        launcher = EngineLauncher(inner, places)
+        seats = [Attempt(places.run(f"ftjob-{n}"), 1, job_id=f"ftjob-{n}") for n in (1, 2)]
+        for one in seats:
+            path = str(places.engines_dir / ENGINE)
+            start = Start(
+                job_id=one.job_id,
+                attempt=1,
+                world_size=2,
+                generation=1,
+                checkpoint=None,
+                engine=path,
+            )
+            one.write_start(start)
+        start_all(launcher, *seats)
+        order = places.engine(ENGINE).read(seat_key("ftjob-1", 1), SeatOrder)
+        assert order is not None
+        assert order.run_dir == str(tmp_path / "service/runs/ftjob-1"), "as its pods see it"
+        launcher.kill(seats[0], Reason.USER_CANCELLED)
+        inner.end(ENGINE, 1, KILLED)
+        assert [ended(launcher.observe(one)) for one in seats] == [
+            (ExitReason.CANCELLED, None),
+            (ExitReason.WORKER_KILLED, ALONE),
+        ]
+        assert all(places.run(one.job_id).has(one.keys.exit) for one in seats)
+
+
 def test_an_engine_that_cannot_be_started_is_told(tmp_path, launcher, inner) -> None:
     one = seat(tmp_path, 1)
     inner.refusal = "no room"
@@ -327,7 +359,7 @@ def test_the_ranks_of_an_engine_see_a_jobs_data_before_its_order(tmp_path, inner
     one = seat(tmp_path, 1)
     launcher = EngineLauncher(
         inner,
-        tmp_path / "engines",
+        Places(tmp_path),
         lambda to, spec: shown.append((to.engine_id, to.has_order(one))),
     )
     launcher.start(one, sharing_spec())

@@ -28,9 +28,10 @@ from ft_service.store.sql import Store
 from tests.cluster.harness import HarnessCluster, open_cluster
 from tests.cluster.kubelet import can_mount
 from tests.support.attempts import wait_for
-from tests.support.engine_pods import add_pod_job, pod_launcher, pod_reconciler
+from tests.support.engine_pods import add_pod_job, places_of, pod_launcher, pod_reconciler
 from tests.support.pods import LOOK_SECONDS, SECONDS
 from tests.support.reconciling import PROJECT, get, messages, new_store
+from tests.support.storage import local_s3, new_bucket
 
 JOBS = tuple(f"ftjob-{secrets.token_hex(3)}" for _ in range(3))
 """Other names in each run of the tests: a real cluster remembers Jobs for a while."""
@@ -40,6 +41,7 @@ JOBS = tuple(f"ftjob-{secrets.token_hex(3)}" for _ in range(3))
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "BACKOFF_SECONDS", 0.0)
     monkeypatch.setattr("ft_service.launcher.kubernetes.placement.RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("ft_service.engines.tending.TEND_OBJECTS_SECONDS", 0.5)
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +173,68 @@ def test_a_pod_that_its_cluster_takes_away_costs_its_jobs_nothing(
     turn_until(reconciler, lambda: have_succeeded(store, *two))
     turn_until(reconciler, lambda: not store.engines.live_engines())
     reconciler.close()
+
+
+def test_pods_that_share_nothing_but_object_storage_share_a_base(
+    cluster: HarnessCluster, folder: Path, store: Store
+) -> None:
+    if not can_mount():
+        pytest.skip("pods need mount namespaces to have disks of their own (unshare)")
+    sees = "".join(
+        f"{name}:see=files/file-{name},see=tokens/{name}.how/rows,checkpoint=2,event,hold,succeed;"
+        for name in JOBS
+    )
+    with local_s3() as environment:
+        url = new_bucket()
+        places = places_of(folder, url)
+        alone: dict[str, Any] = {"volumes": [], "volume_mounts": []}
+        env = [{"name": name, "value": value} for name, value in environment.items()]
+        reconciler = pod_reconciler(
+            cluster, store, folder, f"{sees}*:event", url, env=env, idle_seconds=3.0, **alone
+        )
+        for job_id in JOBS:
+            add_pod_job(store, folder, job_id)
+            places.keep(f"file-{job_id}")
+            places.share_tokens(job_id)
+        validate(reconciler, store, *JOBS)
+        turn_until(reconciler, lambda: are(store, Phase.TRAINING, *JOBS))
+        first = live(store)
+        assert {seat.id for seat in first.seats} == set(JOBS)
+        pod = wait_for(lambda: cluster.pod(object_name(first.id, 1), 0))
+        disk = cluster.kubelet.disk(pod)
+        job = cluster.get("jobs", object_name(first.id, 1))
+        mounts = job["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+        assert {m["mountPath"] for m in mounts} == {"/tmp", "/dev/shm", str(folder)}
+        assert not (folder / "project-runs").exists()
+        assert not (folder / "engines").exists()
+        ends, *two = JOBS
+        go(disk, ends)
+        turn_until(reconciler, lambda: have_succeeded(store, ends))
+        assert places.run(ends).has("metrics.csv")
+        wait_for(lambda: not (disk / "runs" / ends).exists())
+        assert sorted(path.name for path in (disk / "files").iterdir()) == sorted(
+            f"file-{job_id}" for job_id in two
+        )
+        cluster.kubelet.vanish(pod)
+        turn_until(reconciler, lambda: all(get(store, job_id).attempt == 2 for job_id in two))
+        turn_until(reconciler, lambda: are(store, Phase.TRAINING, *two))
+        second = live(store)
+        assert second.id != first.id
+        for job_id in two:
+            start = Attempt(places.run(job_id), 2).read_start()
+            assert start is not None
+            assert (start.checkpoint, start.engine) == (
+                "step-2-a1",
+                str(folder / "engines" / second.id),
+            )
+        pod = wait_for(lambda: cluster.pod(object_name(second.id, 1), 0))
+        go(cluster.kubelet.disk(pod), *two)
+        turn_until(reconciler, lambda: have_succeeded(store, *two))
+        assert [get(store, job_id).failures for job_id in two] == [0, 0]
+        turn_until(reconciler, lambda: not store.engines.live_engines())
+        assert places.engine(second.id).has("attempts/1/exit.json")
+        assert places.engine_ids() == {first.id, second.id}
+        reconciler.close()
 
 
 # who parts, and how: test_engine_launcher.py, tests/ft_service/jobs/test_decisions.py

@@ -15,6 +15,7 @@ from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import TERMINAL, Job, State
 from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.spec import StoredSpec
+from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
 from tests.support.attempts import wait_for
 from tests.support.creating import create_job
@@ -61,7 +62,7 @@ def test_of_eight_jobs_the_one_that_kills_its_rank_fails_and_seven_succeed(
         )
     program = [sys.executable, str(PROGRAM), "ftjob-5"]
     launcher = EngineLauncher(
-        LocalLauncher(1, worker_command=program, stop_grace_seconds=20.0), folder / "engines"
+        LocalLauncher(1, worker_command=program, stop_grace_seconds=20.0), Places(folder)
     )
     options = EngineOptions(most_seats=8, idle_seconds=0.3)
     reconciler = new_reconciler(folder, store, launcher, engines=options)

@@ -10,6 +10,7 @@ from ft_service.control.cleanup.housekeeping import remove_ended_engines
 from ft_service.engines import tending
 from ft_service.engines.engine_directory import EngineDirectory
 from ft_service.engines.tending import EngineOptions, EngineTending
+from ft_service.errors import UnavailableError
 from ft_service.jobs.decisions import placed
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Running, State
@@ -18,6 +19,7 @@ from ft_service.rundir.documents import Control, Desired, ExitReason, Stop
 from ft_service.rundir.engine import ENGINE
 from ft_service.rundir.engine_spec import EngineSpec
 from ft_service.storage.locations import Places
+from ft_service.storage.object_store import ObjectStore
 from ft_service.store.records import JobChange, NewEngine
 from ft_service.store.sql import Store
 from tests.support.creating import create_job
@@ -25,6 +27,7 @@ from tests.support.engines import sharing_spec
 from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import new_store
 from tests.support.records import new_job
+from tests.support.storage import local_s3, new_bucket
 
 NAME = "engine-1"
 
@@ -65,7 +68,7 @@ def engine(tmp_path: Path, store: Store, tends: EngineTending) -> EngineDirector
     job = placed(claim.job, "fake", engine_id=NAME)
     assert store.leases.apply(claim, JobChange(job=job, take_slots=[0, 1], new_engine=NewEngine(8)))
     assert tends.prepare(job, sharing_spec()) == tmp_path / "engines" / NAME
-    return EngineDirectory(tmp_path / "engines", NAME)
+    return EngineDirectory(Places(tmp_path), NAME)
 
 
 def leave(store: Store) -> None:
@@ -189,6 +192,23 @@ def test_an_engine_that_cannot_be_observed_keeps_no_other_waiting(
     assert is_live(store)
 
 
+def test_storage_that_denies_an_engine_keeps_no_other_job_waiting(
+    tmp_path, store, launcher, engine, monkeypatch
+) -> None:
+    denied = UnavailableError("s3://b/ft denies reading", code="storage_denied")
+
+    def observe(attempt: object) -> None:
+        raise denied
+
+    monkeypatch.setattr(launcher, "observe", observe)
+    with pytest.raises(UnavailableError):  # here it is the database
+        EngineTending(store, launcher, Places(tmp_path), EngineOptions(most_seats=8)).attend()
+    with local_s3():
+        places = Places(tmp_path, ObjectStore(new_bucket()))
+        EngineTending(store, launcher, places, EngineOptions(most_seats=8)).attend()
+    assert is_live(store)
+
+
 def test_folders_of_ended_engines_are_removed_later(
     tmp_path, store, tends, launcher, engine, monkeypatch
 ) -> None:
@@ -202,3 +222,20 @@ def test_folders_of_ended_engines_are_removed_later(
         connection.execute(text("UPDATE engines SET ended_at = ended_at - 700000"))
     remove_ended_engines(store, Places(tmp_path))
     assert [folder.name for folder in (tmp_path / "engines").iterdir()] == ["engine-strange"]
+
+
+def test_objects_of_ended_engines_are_removed_later(tmp_path, store, launcher, engine) -> None:
+    with local_s3():
+        places = Places(tmp_path, ObjectStore(new_bucket()))
+        there = EngineDirectory(places, NAME)
+        there.run.put("attempts/1/logs/supervisor.log", b"hello")
+        assert there.attempt.find_logs() is not None, "a copy is on this host"
+        places.engine("engine-strange").put(ENGINE, b"{}")
+        assert store.engines.end_engine(NAME)
+        remove_ended_engines(store, places)
+        assert places.engine_ids() == {NAME, "engine-strange"}
+        with store.writing() as connection:
+            connection.execute(text("UPDATE engines SET ended_at = ended_at - 700000"))
+        remove_ended_engines(store, places)
+        assert places.engine_ids() == {"engine-strange"}
+        assert not (tmp_path / "engines" / NAME).exists()

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import fnmatch
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,6 +40,7 @@ from ft_service.supervisor.object_sync import Sync
 from tests.support.attempts import family, gone, scripted, signal_all, wait_for
 from tests.support.reconciling import spec_of
 from tests.support.storage import Gate, gated_s3, local_s3, new_bucket
+from tests.support.worker_policy import allowed, requests_of
 
 JOB = "ftjob-1"
 
@@ -459,56 +457,12 @@ def test_the_result_comes_behind_the_adapter_and_exit_records_last(
     assert nodes.service.get("attempts/1/logs/node-0/torchrun.log") == b"hello"
 
 
-POLICY = Path(__file__).parents[3] / "deploy/kubernetes/overlays/s3/worker-policy.json"
-
-
-ACTIONS = {
-    "get_object": "s3:GetObject",
-    "head_object": "s3:GetObject",
-    "put_object": "s3:PutObject",
-    "create_multipart_upload": "s3:PutObject",
-    "upload_part": "s3:PutObject",
-    "complete_multipart_upload": "s3:PutObject",
-    "abort_multipart_upload": "s3:AbortMultipartUpload",
-    "delete_object": "s3:DeleteObject",
-    "list_objects_v2": "s3:ListBucket",
-}
-"""Of S3's API, by what IAM calls the right to it."""
-
-
-def allowed(bucket: str, action: str, key: str) -> bool:
-    """By the policy in `deploy/`, of a worker: an object's key, or what a listing begins with."""
-    for statement in json.loads(POLICY.read_text().replace("your-bucket", bucket))["Statement"]:
-        patterns = [
-            resource.removeprefix(f"arn:aws:s3:::{bucket}/") for resource in statement["Resource"]
-        ]
-        if action == "s3:ListBucket":
-            patterns = statement.get("Condition", {}).get("StringLike", {}).get("s3:prefix", [])
-        if action in statement["Action"] and any(
-            fnmatch.fnmatchcase(key, pattern) for pattern in patterns
-        ):
-            return True
-    return False
-
-
 def test_the_workers_policy_is_enough_and_gives_no_file_away(
     service: Places, objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = Nodes(service, objects, tmp_path, 1)
-    asked: set[tuple[str, str]] = set()
     workers = ObjectStore(objects.url)
-    real = workers._fs._call_s3
-
-    async def noted(method: str, *arguments: Any, **options: Any) -> Any:
-        named = {
-            name: value
-            for given in (*arguments, options)
-            for name, value in dict(given or {}).items()
-        }
-        asked.add((ACTIONS[method], named.get("Key", named.get("Prefix", ""))))
-        return await real(method, *arguments, **options)
-
-    monkeypatch.setattr(workers._fs, "_call_s3", noted)
+    asked = requests_of(workers, monkeypatch)
     for sync in nodes.syncs:
         sync.objects = workers
     first = nodes.save(5)

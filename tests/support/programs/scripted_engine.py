@@ -8,10 +8,12 @@ that first. Steps are those of scripted_worker.py (event, checkpoint=S, succeed,
     hold         wait until there is a file `go` in the home or the run directory, or the seat is
                  stopped
     read=FILE    fail unless the file, in the home, can be read and not written
+    see=FILE     fail unless the file is in the home of an engine with a disk of its own
     die          crash, with every seat
 
 The engine keeps to its contract (ft_service/rundir/engine.py): it takes orders, obeys each seat's
-control.json and its own, and ends when it was idle for as long as engine.json says.
+control.json and its own, says which seats it has left, and ends when it was idle for as long as
+engine.json says.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.checkpoints import newest_checkpoint
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Desired, ExitReason, Outcome, OutcomeKind
-from ft_service.rundir.engine import ENGINE, SEATS, SeatOrder
+from ft_service.rundir.engine import ARRIVING, ENGINE, SEATS, SeatOrder, left_key
 from ft_service.rundir.engine_spec import EngineSpec
 
 ROUND_SECONDS = 0.02
@@ -56,20 +58,27 @@ def main() -> int:
     seats: dict[str, tuple[Attempt, list[str]]] = {}
     idle_since = time.monotonic()
     while not _asked(own) and time.monotonic() < idle_since + engine.idle_seconds:
+        arriving = run.list(ARRIVING)
         for key in run.list(SEATS):
+            if key in seats or run.has(left_key(key)) or len(seats) == engine.most_seats:
+                continue
             order = run.read(key, SeatOrder)
             assert order is not None
             seat = Attempt(RunDir(order.run_dir), order.attempt, job_id=order.job_id)
-            if key not in seats and not seat.has_exit() and len(seats) < engine.most_seats:
+            if seat.has_exit():
+                run.put(left_key(key), b"")
+            else:
                 seats[key] = (seat, _steps(scripts, order.job_id))
         for key, (seat, steps) in list(seats.items()):
             if _turn(seat, steps):
+                run.put(left_key(key), b"")
                 del seats[key]
-        if seats:
+        if seats or arriving:
             idle_since = time.monotonic()
         time.sleep(ROUND_SECONDS)
-    for seat, _ in seats.values():
+    for key, (seat, _) in seats.items():
         _end(seat, ExitReason.STOPPED)
+        run.put(left_key(key), b"")
     _stopped(own)
     return 0
 
@@ -101,6 +110,8 @@ def _round(seat: Attempt, steps: list[str]) -> ExitReason | None:
         os.abort()
     if step == "refuse":
         seat.write_outcome(Outcome(kind=OutcomeKind.FAILED, permanent=True))
+    elif step.startswith("see="):
+        (seat.run.root.parents[1] / step.removeprefix("see=")).read_bytes()
     elif step.startswith("read="):
         _read(seat.run.root.parents[2] / step.removeprefix("read="))
     elif step != "hold":

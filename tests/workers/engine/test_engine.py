@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -19,9 +20,12 @@ import torch
 from torch.distributed.distributed_c10d import _world
 
 from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt_outcome import killed_exit
 from ft_service.rundir.checkpoints import newest_checkpoint
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, ExitReason, Start
+from ft_service.rundir.engine import ENGINE, SeatOrder, arriving_key, left_key, seat_key
+from ft_service.rundir.engine_spec import EngineSpec
 from ft_service.rundir.evaluations import read_forgetting
 from ft_service.rundir.events import Metrics
 from ft_service.rundir.file_digest import FileDigest
@@ -51,7 +55,7 @@ from tests.support.training.models import (
 )
 from workers.base.frozen_weights import initial_adapter
 from workers.engine import seat_thread
-from workers.engine.engine import TrainingEngine
+from workers.engine.engine import RoundOrders, TrainingEngine
 from workers.output.report import Reporter
 from workers.ranks.runtime import Groups
 from workers.training import forgetting
@@ -308,10 +312,38 @@ def test_a_job_that_ends_otherwise_changes_nothing_of_the_others(
         PAUSED: ExitReason.STOPPED,
         late.root.name: ExitReason.SUCCEEDED,
     }
+    seats = [left_key(seat_key(job_id, 1)) for job_id in runs]
+    assert engine.list("left") == sorted(seats), "no rank uses their files any more"
     assert_same(runs[specs[0].job_id], alone(0))
     assert_same(late, alone(2))
     assert run_attempt(paused, 2, 2, newest_checkpoint(paused)).kind == "succeeded"
     assert_same(paused, alone(3))
+
+
+def test_an_engine_is_not_idle_while_files_of_a_job_are_fetched(
+    specs: list[JobSpec], tmp_path: Path
+) -> None:
+    run = new_engine(tmp_path / "engine", specs[0])
+    spec = run.read(ENGINE, EngineSpec)
+    assert spec is not None
+    rank: Any = SimpleNamespace(run=run, rank=0)
+    stop: Any = SimpleNamespace(is_requested=False)
+    base: Any = None
+    engine = TrainingEngine(spec, rank, base, stop)
+
+    def decided() -> RoundOrders | None:
+        engine._looked_at = engine._idle_since = float("-inf")  # long ago
+        return engine._decide()
+
+    key = seat_key("ftjob-9", 1)
+    seat = RunDir(tmp_path / "ftjob-9")
+    run.write(arriving_key(key), SeatOrder(job_id="ftjob-9", attempt=1, run_dir=str(seat.root)))
+    assert decided() is None
+    Attempt(seat, 1).write_exit(killed_exit("user_cancelled"))
+    run.path(key).parent.mkdir()
+    run.path(arriving_key(key)).rename(run.path(key))
+    assert decided() == RoundOrders(ends=True)
+    assert run.has(left_key(key)), "it was over before a rank took it"
 
 
 @pytest.mark.slow

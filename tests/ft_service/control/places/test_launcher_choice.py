@@ -104,8 +104,6 @@ def test_engines_are_for_several_jobs_whose_files_all_ranks_see(tmp_path) -> Non
         Settings(home=tmp_path, engine_jobs=1)
     assert slurm_settings(tmp_path).seats == 0, "in a cluster the operator asks for them"
     assert slurm_settings(tmp_path, engine_jobs=4).seats == 4
-    with pytest.raises(ValueError, match="FT_ENGINE_JOBS = 4 and FT_STORAGE are both set"):
-        Settings(home=tmp_path, engine_jobs=4, launcher="kubernetes", storage="s3://b/ft")
 
 
 class ClosedCluster:
@@ -146,6 +144,18 @@ def test_each_pod_profile_has_a_launcher_and_the_first_takes_over_what_ran_befor
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "queue = 'research', and the cluster has no Kueue" in told
     store.close()
+
+
+def test_engines_of_a_cluster_work_on_object_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "Cluster", ClosedCluster)
+    asked = {"engine_jobs": 4, "storage": "s3://bucket/ft"}
+    given = cluster_settings(tmp_path, namespace="ft").model_dump()
+    settings = Settings.model_validate({**given, **asked})
+    assert settings.seats == 4
+    (launcher,) = new_launchers(settings)
+    assert isinstance(launcher, ClusterEngineLauncher)
 
 
 def test_every_profile_must_have_the_run_directories(

@@ -31,6 +31,7 @@ from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Start
 from ft_service.spec import DistributedOptions
+from ft_service.storage.locations import Places
 from tests.cluster.slurm import SlurmCluster, missing_parts
 from tests.support.attempts import wait_for
 from tests.support.engines import ENGINE_PROGRAM, add_sharing_job
@@ -305,9 +306,7 @@ def test_an_engine_that_slurm_preempts_costs_its_jobs_nothing(
     profile = SlurmProfile.model_validate(
         profile_for(tmp_path, python=str(interpreter), partition="all")
     )
-    launcher = ClusterEngineLauncher(
-        SlurmLauncher(profile, SlurmSite(tmp_path)), tmp_path / "engines"
-    )
+    launcher = ClusterEngineLauncher(SlurmLauncher(profile, SlurmSite(tmp_path)), Places(tmp_path))
     engines = EngineOptions(most_seats=8, idle_seconds=0.5)
     reconciler = new_reconciler(tmp_path, store, launcher, engines=engines)
     for job_id in two:

@@ -409,6 +409,14 @@ def resolve_parsed(
     )
     if parsed.sweep is not None:
         spec = spec.model_copy(update={"rungs": parsed.sweep.rungs})
+    if spec.by_commands and context.settings.storage:
+        raise SpecError(
+            f"method.type = {request.method.type!r}: its ranks carry out commands that the service "
+            "writes into the run directory, and with FT_STORAGE those do not reach them. Send it "
+            "to a service whose pods share FT_HOME.",
+            param="method.type",
+            code="not_available",
+        )
     refuse_too_many(spec, capacity)
     _refuse_beyond(context.principal.limits, request, spec)
     return spec

@@ -180,6 +180,23 @@ def test_an_environment_needs_the_preview(
     assert "FT_LAUNCHER=local" in refused.value.message
 
 
+def test_commands_do_not_reach_ranks_by_object_storage(
+    service: Service, client: openai.OpenAI, prompts: str
+) -> None:
+    """So what samples its answers is refused there, and does not wait for ever."""
+    before = service.settings
+    context = service.app.state.services
+    service.app.state.services = replace(
+        context, settings=before.model_copy(update={"storage": "s3://bucket/prefix"})
+    )
+    try:
+        with pytest.raises(openai.BadRequestError, match="FT_STORAGE") as refused:
+            created(client, prompts)
+    finally:
+        service.app.state.services = context
+    assert (refused.value.code, refused.value.param) == ("not_available", "method.type")
+
+
 def test_an_agent_needs_the_process_that_moves_jobs(
     service: Service, client: openai.OpenAI, prompts: str
 ) -> None:

@@ -2,7 +2,7 @@
 seconds and statements.
 
     python benchmarks/reconciler.py [--running 100 1000] [--projects 200] [--waiting 1000] [--rounds
-    5] [--reporting 0 0.1 1] [--held 60 [--aged 60]]
+    5] [--reporting 0 0.1 1] [--held 60 [--aged 60]] [--free 180]
 
 Attempts exist in memory only, so what is measured is the reconciler and its database: SQLite, and a
 PostgreSQL of its own. One slot is free, and every waiting job needs two, so that the queue is
@@ -15,7 +15,8 @@ a transaction is open that keeps every dead row (a dump, a replica that hangs), 
 running jobs report a step each second, and a user lists a project's jobs: how old the oldest look
 is, what a list takes, and by how much the table of jobs and its indexes grow in an hour. `--aged
 MINUTES`: the transaction has been open for so long already: the rows that those minutes would have
-left are written before the clock starts.
+left are written before the clock starts. `--free SECONDS`: the same without such a transaction, as
+on most days.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if __name__ == "__main__":  # the repository's root, for tests and benchmarks st
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import psutil
-from sqlalchemy import event, insert, text, update
+from sqlalchemy import Connection, event, insert, text, update
 
 from benchmarks.machine import machine, save
 from ft_service.control.jobs.reconciler import (
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--reporting", type=float, nargs="+", default=[0.0, 0.1, 1.0])
     parser.add_argument("--held", type=float, default=0.0)
     parser.add_argument("--aged", type=int, default=0)
+    parser.add_argument("--free", type=float, default=0.0)
     options = parser.parse_args()
     result: dict[str, Any] = machine() | {
         "projects": options.projects,
@@ -81,9 +83,13 @@ def main() -> None:
         for row in rounds_of(kind, running, options)
     ]
     save("reconciler", result)
-    if options.held:
-        result["held"] = [_print(held_of(running, options)) for running in options.running]
-        save("reconciler", result)
+    for name, seconds in (("held", options.held), ("free", options.free)):
+        aged = options.aged if name == "held" else None
+        if seconds:
+            result[name] = [
+                _print(growth_of(running, options, seconds, aged)) for running in options.running
+            ]
+            save("reconciler", result)
 
 
 def rounds_of(kind: str, running: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -156,7 +162,12 @@ def one_round(
     }
 
 
-def held_of(running: int, options: argparse.Namespace) -> dict[str, Any]:
+def growth_of(
+    running: int, options: argparse.Namespace, seconds: float, aged: int | None
+) -> dict[str, Any]:
+    """`aged`: minutes for which a transaction has been open that keeps every dead row; None: there
+    is none.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-reconciler-")))
         url, server = stack.enter_context(database("postgresql", folder))
@@ -171,11 +182,9 @@ def held_of(running: int, options: argparse.Namespace) -> dict[str, Any]:
             )
         reconciler = new_reconciler(folder, store, launcher, idle_seconds=IDLE_SECONDS)
         stack.callback(reconciler.close)
-        holder = stack.enter_context(store.reading())
-        # Our own connections end a transaction that does nothing for a while; a dump's do not.
-        holder.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
-        holder.execute(text("SELECT txid_current()"))  # an id of its own keeps the horizon
-        age(store, 60 * options.aged)
+        if aged is not None:
+            hold_horizon(stack.enter_context(store.reading()))
+            age(store, 60 * aged)
         before = sizes(store)
         written: dict[int, int] = {}
         lists: list[float] = []
@@ -185,7 +194,7 @@ def held_of(running: int, options: argparse.Namespace) -> dict[str, Any]:
         own = time.process_time() + server_seconds(server)
         began = next_second = time.monotonic()
         step = 0
-        while (now := time.monotonic()) < began + options.held:
+        while (now := time.monotonic()) < began + seconds:
             if now >= next_second:
                 next_second += 1.0
                 first = step % 10
@@ -201,26 +210,33 @@ def held_of(running: int, options: argparse.Namespace) -> dict[str, Any]:
                 rounds.append(time.monotonic())
             if not did:
                 time.sleep(min(POLL_SECONDS, max(0.0, next_second - time.monotonic())))
-        seconds = time.monotonic() - began
+        took = time.monotonic() - began
         own = time.process_time() + server_seconds(server) - own
         after = sizes(store)
         grown = {name: after[name] - before[name] for name in after}
         return {
-            "held_s": round(seconds),
-            "aged_minutes": options.aged,
+            "seconds": round(took),
+            "aged_minutes": aged,
             "running": running,
             "waiting": options.waiting,
-            "cpu_share": round(own / seconds, 2),
+            "cpu_share": round(own / took, 2),
             "between_looks_s": round(
                 statistics.median(b - a for a, b in itertools.pairwise(rounds)), 2
             ),
             "oldest_note_s": round(max(ages), 1),
             "list_p50_ms": round(statistics.median(lists), 1),
-            "updates_s": round(grown["updates"] / seconds),
+            "updates_s": round(grown["updates"] / took),
             "hot": round(grown["hot"] / max(1, grown["updates"]), 2),
-            "table_mib_hour": round(grown["table"] / 2**20 * 3600 / seconds),
-            "indexes_mib_hour": round(grown["indexes"] / 2**20 * 3600 / seconds),
+            "table_mib_hour": round(grown["table"] / 2**20 * 3600 / took),
+            "indexes_mib_hour": round(grown["indexes"] / 2**20 * 3600 / took),
         }
+
+
+def hold_horizon(connection: Connection) -> None:
+    """Keep every row that dies from now on, as a dump does."""
+    # Our own connections end a transaction that does nothing for a while.
+    connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
+    connection.execute(text("SELECT txid_current()"))  # with an id of its own
 
 
 def age(store: Store, seconds: float) -> None:

@@ -64,4 +64,4 @@ def test_a_job_that_is_halted_stops_at_a_checkpoint_unless_its_user_wants_someth
 
 
 def test_a_job_that_is_over_stays_so_and_no_other() -> None:
-    assert TERMINAL == {State.SUCCEEDED, State.FAILED, State.CANCELLED}
+    assert {State.SUCCEEDED, State.FAILED, State.CANCELLED} == TERMINAL

@@ -193,3 +193,14 @@ def test_beside_an_engine_beyond_a_lowered_limit_larger_jobs_hide_none_behind_th
     for most, waiting in ((1, 0), (2, 1)):
         store.projects.update_project(PROJECT, limits={"max_slots": most})
         assert len(snapshot(store).waiting) == waiting
+
+
+def test_a_seat_s_energy_and_what_it_weighs_are_its_project_s(store):
+    for engine_id, grams, slots in (("engine-1", 360.0, (0, 1)), ("engine-2", None, (2, 3))):
+        job = found(store, queued(store, grams_per_kwh=grams), engine_id, slots=slots)
+        store.engines.measured(engine_id, 1000.0)
+        job = leave(store, job)
+        assert (job.joules, job.co2_grams) == (1000.0, None if grams is None else 0.1)
+        store.engines.end_engine(engine_id)
+    (whole,) = store.usage.usage(UsageQuery(first_day=0, last_day=10**6, group_by=()))
+    assert (whole.joules, whole.co2_grams) == (2000.0, 0.1)

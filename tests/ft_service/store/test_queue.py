@@ -17,6 +17,7 @@ from ft_service.store.queue import OF_EACH_PROJECT
 from ft_service.store.records import JobChange
 from ft_service.store.tables import jobs
 from tests.support.creating import create_job
+from tests.support.engine_seats import found, queued
 from tests.support.records import OTHER, PROJECT, claim, claim_next, new_job, place
 
 H1 = Host(slots=8)
@@ -250,3 +251,12 @@ def test_a_project_at_its_limit_is_within_it_and_one_above_is_not():
         "without": Share(used=0.0),
     }
     assert queue._within_limits({*shares, "gone"}, running, shares) == ["at", "without"]
+
+
+def test_an_engine_that_was_asked_to_end_stops_and_is_not_asked_again(store):
+    found(store, queued(store))
+    (running,) = store.queue.snapshot_for("h1", H1, Paces()).running
+    assert (running.preemptible, running.stopping) == (True, False)
+    store.engines.close_engine("engine-1", if_idle=False)
+    (running,) = store.queue.snapshot_for("h1", H1, Paces()).running
+    assert (running.preemptible, running.stopping) == (False, True)

@@ -218,3 +218,13 @@ def test_forwards_without_gradients_are_counted(tmp_path: Path) -> None:
     unpaired = {"hyperparameters": {"loss_type": "apo_zero_unpaired"}}
     alone, of_alone = planned(type="kto", kto=unpaired)
     assert (alone.flops_per_token, of_alone) == (supervised.flops_per_token, 1.5)
+
+
+@pytest.mark.parametrize(("r", "warned"), [(256, False), (257, True)])
+def test_a_rank_above_the_smaller_side_of_a_matrix_is_warned_of(
+    r: int, warned: bool, tmp_path: Path
+) -> None:
+    """Of 256 rows, of keys and values."""
+    base = save_base(tmp_path, {**LLAMA_8B, "num_key_value_heads": 2})
+    warnings = plan_of(spec_on(base, lora={"r": r}), H100).warnings
+    assert any(warning.startswith(f"lora.r = {r} ") for warning in warnings) is warned

@@ -84,6 +84,40 @@ def test_cards_for_pcie_are_slower_than_their_modules() -> None:
         assert ours.link_bandwidth in (32e9, 64e9)
 
 
+@pytest.mark.parametrize(
+    ("name", "fuses", "by_cudnn", "host_bandwidth"),
+    [
+        ("B200", True, False, 64e9),
+        ("GH200", True, True, 450e9),
+        ("H100", True, True, 64e9),
+        ("H200-NVL", True, True, 64e9),
+        ("A100", True, False, 32e9),
+        ("RTX-3090", True, False, 32e9),
+        ("RTX-5090", True, False, 64e9),
+        ("MI300X", False, False, 64e9),
+        ("T4", False, False, 16e9),
+    ],
+)
+def test_what_computes_on_a_card_and_how_fast_it_reads_its_host_go_by_its_kind(
+    name: str, fuses: bool, by_cudnn: bool, host_bandwidth: float
+) -> None:
+    machine = MACHINES[name]
+    assert (machine.fuses, machine.by_cudnn, machine.host_bandwidth) == (
+        fuses,
+        by_cudnn,
+        host_bandwidth,
+    )
+    assert (machine.shared_memory, machine.heap_factor, machine.rank_memory) == (False, 1.0, 0)
+
+
+def test_the_table_has_each_card_under_its_name_with_all_figures() -> None:
+    for name, machine in MACHINES.items():
+        assert machine.name == name
+        assert machine.memory is not None
+        assert machine.link_bandwidth is not None
+        assert machine.memory_bandwidth is not None
+
+
 def test_fp8_is_twice_as_fast_as_bf16_where_there_is_any() -> None:
     """So it is on every data sheet: sparse figures, which are twice as high, are easily taken for
     it.

@@ -305,3 +305,33 @@ def test_a_process_on_a_processor_takes_more_than_its_tensors(tmp_path: Path) ->
     assert plan_of(spec, MACHINES["H100"]).rank.gaps == 0, (
         "what a GPU's allocator holds is in what is usable"
     )
+
+
+def test_selective_checkpointing_keeps_the_results_of_products_and_attention(
+    tmp_path: Path,
+) -> None:
+    """Queries, keys, values, attention's and its projection's, gate, up and down, A(x) of seven
+    adapters, and one log-sum a head in fp32.
+    """
+    kept = in_modes(tmp_path, "off")[0].activations_by_mode
+    products = 2 * 4096 + 2 * 1024 + 4096 + 2 * 14_336 + 4096 + 7 * 16
+    assert kept["selective"] - kept["full"] == 32 * 8192 * (2 * products + 4 * 32)
+    assert kept["tiled"] == kept["full"]
+
+
+def test_ranks_that_share_samples_keep_what_attention_gave_before_and_after_the_exchange(
+    tmp_path: Path,
+) -> None:
+    of_token = []
+    for ranks in (1, 2):
+        plan = plan_8b(
+            tmp_path,
+            ranks,
+            machine=A100,
+            distributed={"context_parallel": ranks, "activation_checkpointing": "none"},
+            training={"batch_size": 4, "max_length": 2048},
+            precision={"fused_kernels": "off"},
+        )
+        casts = 2 * 41_943_040 if ranks == 1 else 0  # sharded adapters are gathered in bf16
+        of_token.append((plan.rank.activations_by_mode["none"] - casts) / plan.batches.tokens)
+    assert of_token[1] - of_token[0] == 32 * 2 * 4096

@@ -100,12 +100,12 @@ def test_without_numbers_forward_and_backward_have_the_shapes_of_a_dense_layer(
 def test_a_plain_weight_is_multiplied_as_it_is() -> None:
     weight = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0)).bfloat16()
     x = torch.randn(4, COLS).bfloat16()
-    plain: Any = ([weight], module.PLAIN, COLS)
-    assert torch.equal(module.product(x, *plain), F.linear(x, weight))
+    plain = module.PLAIN
+    assert torch.equal(module.product(x, [weight], plain, COLS), F.linear(x, weight))
     grad = torch.randn(4, ROWS).bfloat16()
-    assert torch.equal(module.product_grad(grad, *plain), grad @ weight)
-    assert module.multiplied(*plain, torch.bfloat16) is weight
-    rows = module.rows_of(*plain, slice(2, 5))
+    assert torch.equal(module.product_grad(grad, [weight], plain, COLS), grad @ weight)
+    assert module.multiplied([weight], plain, COLS, torch.bfloat16) is weight
+    rows = module.rows_of([weight], plain, COLS, slice(2, 5))
     assert rows.dtype == torch.float32
     assert torch.equal(rows, weight[2:5].float())
 

@@ -260,3 +260,12 @@ def test_an_engine_that_was_asked_to_end_stops_and_is_not_asked_again(store):
     store.engines.close_engine("engine-1", if_idle=False)
     (running,) = store.queue.snapshot_for("h1", H1, Paces()).running
     assert (running.preemptible, running.stopping) == (False, True)
+
+
+def test_a_host_s_jobs_join_the_engines_of_that_host_alone(store):
+    found(store, queued(store))
+    here, there = (
+        store.queue.snapshot_for(host, H1, Paces(), new_engines=True).engines
+        for host in ("h1", "h2")
+    )
+    assert ([engine.id for engine in here], there) == (["engine-1"], [])

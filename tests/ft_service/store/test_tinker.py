@@ -4,6 +4,7 @@ removed.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ft_service.errors import LimitError, NotFoundError, SpecError
 from ft_service.jobs.states import State
 from ft_service.store import tinker as tinker_module
 from ft_service.store.sql import Store
+from ft_service.store.tables import TINKER_ROW_BYTES
 from ft_service.store.tinker import (
     KEEP_FINISHED_SECONDS,
     KEEP_UNUSED_SECONDS,
@@ -219,3 +221,14 @@ def test_what_is_done_to_saved_weights_is_in_the_audit_log(store: Store) -> None
     store.tinker.record_weights(PROJECT, "published", "tinker://x")
     (entry,) = store.audit.list_audit(project_id=PROJECT, limit=1).data
     assert (entry.type, entry.target) == ("weights.published", "tinker://x")
+
+
+def test_a_session_s_metadata_fill_a_project_up_to_its_limit(store: Store) -> None:
+    size = TINKER_ROW_BYTES + len(json.dumps({"k": "s1"}))
+    store.projects.update_project(PROJECT, limits={"max_bytes": size - 1})
+    with pytest.raises(LimitError):
+        session(store, "s1")
+    store.projects.update_project(PROJECT, limits={"max_bytes": size})
+    session(store, "s1")
+    with pytest.raises(LimitError):
+        session(store, "s2")

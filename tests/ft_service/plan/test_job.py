@@ -228,3 +228,20 @@ def test_a_rank_above_the_smaller_side_of_a_matrix_is_warned_of(
     base = save_base(tmp_path, {**LLAMA_8B, "num_key_value_heads": 2})
     warnings = plan_of(spec_on(base, lora={"r": r}), H100).warnings
     assert any(warning.startswith(f"lora.r = {r} ") for warning in warnings) is warned
+
+
+def test_weights_that_stay_whole_are_proposed_to_be_sharded(tmp_path: Path) -> None:
+    small = Machine("small", 10 * GIB)
+    options: list[Any] = [
+        plan_8b(
+            tmp_path,
+            2,
+            small,
+            precision={"default": "bf16"},
+            distributed={"keep_unsharded": kept, "replicate": 1},
+        ).changes
+        for kept in (True, False)
+    ]
+    kept, sharded = ([change.options for change in changes] for changes in options)
+    assert {"distributed.keep_unsharded": False} in kept
+    assert not any("distributed.keep_unsharded" in change for change in sharded)

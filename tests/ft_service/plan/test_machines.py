@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from ft_service.plan import machines
-from ft_service.plan.machines import GIB, MACHINES, Machine, find_machine, machine_of_model
+from ft_service.plan.machines import (
+    GIB,
+    MACHINES,
+    Machine,
+    find_machine,
+    machine_of_model,
+    usable_bytes,
+    usable_host_bytes,
+)
+from tests.support.bases import save_base, spec_on
 from tests.support.plans import plan_8b
 
 
@@ -175,3 +184,15 @@ def test_memory_of_a_host_is_shared_by_its_ranks(tmp_path: Path) -> None:
     host = Machine("cpu", 8 * GIB, shared_memory=True)
     assert plan_8b(tmp_path, 4, host).memory == int(2 * GIB * 0.94)
     assert plan_8b(tmp_path, 4, replace(host, shared_memory=False)).memory == int(8 * GIB * 0.94)
+
+
+def test_of_memory_that_is_not_known_nothing_is_said_and_of_any_other_a_part(
+    tmp_path: Path,
+) -> None:
+    spec = spec_on(save_base(tmp_path), 4)
+    gpu = Machine("x", 100, host_memory=1000, rank_memory=10)
+    assert usable_bytes(replace(gpu, memory=None), spec) is None
+    assert usable_bytes(gpu, spec) == 94
+    assert usable_bytes(replace(gpu, shared_memory=True), spec) == int((25 + 10) * 0.94)
+    assert usable_host_bytes(replace(gpu, host_memory=None), spec) is None
+    assert usable_host_bytes(gpu, spec) == int((250 + 10) * 0.8)

@@ -245,3 +245,18 @@ def test_weights_that_stay_whole_are_proposed_to_be_sharded(tmp_path: Path) -> N
     kept, sharded = ([change.options for change in changes] for changes in options)
     assert {"distributed.keep_unsharded": False} in kept
     assert not any("distributed.keep_unsharded" in change for change in sharded)
+
+
+def test_a_plan_as_a_document_has_the_sums_of_both_costs(tmp_path: Path) -> None:
+    spec = spec_on(save_base(tmp_path, LLAMA_8B), 2)
+    known = plan_of(spec, H100, SampleLengths(100_000, 1000, 500))
+    assert known.likely is not None
+    document = known.as_dict()
+    for cost, shown in ((known, document), (known.likely, document["likely"])):
+        assert shown["rank"]["total"] == cost.rank.total
+        assert shown["rank"]["stored"] == cost.rank.stored
+        assert shown["rank"]["resident"] == cost.rank.resident
+        assert shown["wire"]["total"] == cost.wire.total > 0
+    unknown = plan_of(spec, H100).as_dict()
+    assert unknown["likely"] is None
+    assert unknown["rank"]["total"] == plan_of(spec, H100).rank.total

@@ -335,3 +335,56 @@ def test_ranks_that_share_samples_keep_what_attention_gave_before_and_after_the_
         casts = 2 * 41_943_040 if ranks == 1 else 0  # sharded adapters are gathered in bf16
         of_token.append((plan.rank.activations_by_mode["none"] - casts) / plan.batches.tokens)
     assert of_token[1] - of_token[0] == 32 * 2 * 4096
+
+
+PARTS: dict[str, Any] = {
+    "base": {"nf4": 1000, "bf16": 200},
+    "adapters": 30,
+    "gradients": 40,
+    "optimizer": 50,
+    "gather": 600,
+    "accumulation": 7,
+    "activations": 80,
+    "activations_by_mode": {"none": 90, "full": 10},
+    "workspace": 11,
+    "workspace_by_mode": {"none": 12, "full": 13},
+    "host": 0,
+    "host_by_mode": {"none": 0, "full": 14},
+    "rows": 15,
+    "logits": 16,
+    "offloaded": False,
+}
+
+
+def test_a_rank_s_bytes_are_summed_up_by_how_long_they_are_there() -> None:
+    rank = RankBytes(**PARTS, teacher=3000, tower=4000, heap_factor=1.5)
+    stored = 1000 + 200 + 3000 + 30 + 40 + 50
+    assert (rank.stored, rank.resident) == (stored, stored + 4000 + 600)
+    assert rank.live == rank.resident + 7 + 80 + 15 + 16
+    assert (rank.gaps, rank.total) == (rank.live // 2, rank.live + rank.live // 2)
+    away = replace(rank, offloaded=True)
+    assert (away.stored, away.resident) == (stored, 4000 + 600)
+    assert replace(rank, workspace=20).live == rank.live + 4
+    full = rank.in_mode("full")
+    assert (full.activations, full.workspace, full.host) == (10, 13, 14)
+
+
+@pytest.mark.parametrize(
+    ("compute", "served_as", "rounded"),
+    [("bf16", None, True), ("fp32", None, False), ("bf16", "fp8", False)],
+)
+def test_only_products_in_bf16_of_what_is_not_served_are_in_fp8(
+    compute: str, served_as: str | None, rounded: bool, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"compute": compute, "default": "fp8", "served_as": served_as}
+    auto, off = (
+        plan_8b(
+            tmp_path,
+            machine=MACHINES["L40S"],
+            precision={**options, "fp8_products": products, "fused_kernels": "off"},
+            distributed={"activation_checkpointing": "full"},
+            training={"batch_size": 4, "max_length": 2048, "tokens_per_micro_batch": 8192},
+        ).rank.workspace
+        for products in ("auto", "off")
+    )
+    assert (auto > off) is rounded

@@ -269,3 +269,12 @@ def test_a_host_s_jobs_join_the_engines_of_that_host_alone(store):
         for host in ("h1", "h2")
     )
     assert ([engine.id for engine in here], there) == (["engine-1"], [])
+
+
+def test_jobs_have_company_that_share_project_base_and_fault_group(store):
+    several = [queued(store) for _ in range(3)]
+    others = [queued(store, share_key="other"), queued(store, fault_group="engine-9/1")]
+    waiting = store.queue.snapshot_for("h1", H1, Paces(), new_engines=True).waiting
+    company = {job.id: job.company for job in waiting}
+    assert [company[job.id] for job in several] == [2, 2, 2]
+    assert [company[job.id] for job in others] == [0, 0]

@@ -8,9 +8,9 @@ import pytest
 
 from ft_service.host.processor import Products
 from ft_service.plan.machines import GIB, MACHINES, Machine, find_machine
-from ft_service.plan.memory import RankBytes, planned_micro_batches
-from ft_service.plan.weight_storage import ShardLayout
-from tests.support.bases import LLAMA_8B, llama_shapes, plan_of, save_base, spec_on
+from ft_service.plan.memory import RankBytes, multiplied_in_fp8, planned_micro_batches
+from ft_service.plan.weight_storage import ShardedJob, ShardLayout
+from tests.support.bases import LLAMA_8B, describe, llama_shapes, plan_of, save_base, spec_on
 from tests.support.plans import HOST, plan_8b
 
 A100 = MACHINES["A100"]
@@ -376,15 +376,15 @@ def test_a_rank_s_bytes_are_summed_up_by_how_long_they_are_there() -> None:
 def test_only_products_in_bf16_of_what_is_not_served_are_in_fp8(
     compute: str, served_as: str | None, rounded: bool, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"compute": compute, "default": "fp8", "served_as": served_as}
-    auto, off = (
-        plan_8b(
-            tmp_path,
-            machine=MACHINES["L40S"],
-            precision={**options, "fp8_products": products, "fused_kernels": "off"},
-            distributed={"activation_checkpointing": "full"},
-            training={"batch_size": 4, "max_length": 2048, "tokens_per_micro_batch": 8192},
-        ).rank.workspace
-        for products in ("auto", "off")
-    )
-    assert (auto > off) is rounded
+    base = save_base(tmp_path, LLAMA_8B)
+    for products in ("auto", "off"):
+        precision = {
+            "compute": compute,
+            "default": "fp8",
+            "served_as": served_as,
+            "fp8_products": products,
+        }
+        job = ShardedJob.of(describe(base), spec_on(base, precision=precision))
+        for name in ("L40S", "A100"):
+            found = multiplied_in_fp8(job, MACHINES[name])
+            assert bool(found) is (rounded and products == "auto" and name == "L40S")

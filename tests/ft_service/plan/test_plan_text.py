@@ -116,6 +116,8 @@ def test_modules_that_differ_in_their_layer_alone_share_a_row() -> None:
             module("a.10.q"),
             module("a.2.q", 8),
             module("a.3.q", weight_format="bf16"),
+            module("a.0.k"),
+            module("a.1.k"),
         ]
     )
     assert rows == [
@@ -123,6 +125,7 @@ def test_modules_that_differ_in_their_layer_alone_share_a_row() -> None:
         ("head", "1", "4 x 2", "nf4", "1.00 KiB", "512 B"),
         ("a.2.q", "1", "8 x 2", "nf4", "1.00 KiB", "512 B"),
         ("a.3.q", "1", "4 x 2", "bf16", "1.00 KiB", "512 B"),
+        ("a.*.k", "2", "4 x 2", "nf4", "2.00 KiB", "1.00 KiB"),
     ]
 
 

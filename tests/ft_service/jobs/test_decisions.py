@@ -775,3 +775,55 @@ def test_a_lost_engine_is_no_failure_and_its_jobs_know_their_half() -> None:
     assert (again.job.failures, again.job.fault_group) == (2, "engine-1/0"), (
         "of its own ranks, and it stays in its group"
     )
+
+
+SPENT = "It has cost as much as it may."
+QUEUED: dict[str, object] = {"state": State.QUEUED, "phase": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({}, Running(reported=True)),
+        ({"phase": Phase.LAUNCHING}, Running()),
+        (QUEUED, Absent()),
+    ],
+)
+def test_a_job_without_money_left_pauses_where_it_takes_slots_or_would_next(
+    changes: dict[str, object], seen: Observation
+) -> None:
+    job = training(**changes)
+    action = decide(job, seen, NOW, SPENT)
+    assert isinstance(action, Become)
+    assert (action.job.desired, action.job.reason) == (Desired.PAUSE, Reason.COST_LIMIT)
+    assert (action.message, action.level, action.release) == (SPENT, "warn", False)
+    again = decide(action.job, seen, NOW, SPENT)
+    assert not isinstance(again, Become) or again.message != SPENT, "it is said once"
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"desired": Desired.PAUSE}, Running(reported=True)),
+        ({"desired": Desired.CANCEL}, Running(reported=True)),
+        ({"halt": Halt.PREEMPTED}, Running(reported=True)),
+        ({"generation": 3, "signalled": 2}, Running(reported=True)),
+        ({}, Unknown("another host")),
+        ({}, Ended(exit_of(ExitReason.SUCCEEDED, ""))),
+        ({"state": State.PAUSED, "phase": None, "desired": Desired.PAUSE}, Absent()),
+        ({"state": State.VALIDATING, "phase": None}, Absent()),
+        ({"state": State.SUCCEEDED, "phase": None}, Absent()),
+    ],
+)
+def test_a_job_that_stops_or_rests_or_is_not_seen_is_not_paused_for_money(
+    changes: dict[str, object], seen: Observation
+) -> None:
+    job = training(**changes)
+    assert decide(job, seen, NOW, SPENT) == decide(job, seen, NOW)
+
+
+def test_a_job_whose_place_does_not_answer_is_not_paused_for_money_until_it_is_seen() -> None:
+    unseen = decide(training(), Unknown("no answer", UNSEEN_SECONDS), NOW)
+    assert isinstance(unseen, Become)
+    seen = Running(reported=True)
+    assert decide(unseen.job, seen, NOW, SPENT) == decide(unseen.job, seen, NOW)

@@ -306,3 +306,16 @@ def test_a_fixed_host_is_the_only_one() -> None:
     assert start is not None
     assert start.host == "y"
     assert next_start(replace(found, hosts={"x": Host(slots=4)})) is None
+
+
+def test_nobody_makes_room_where_those_that_stop_already_free_enough() -> None:
+    head = job("head", 0, slots=2, priority=5)
+    stops = running_job("stops", 2, host="x", stopping=True, preemptible=True)
+    trains = running_job("trains", 2, host="y", preemptible=True)
+    found = replace(
+        snapshot(head, running=(stops, trains)), hosts={"x": Host(slots=2), "y": Host(slots=2)}
+    )
+    assert choose_preempted(found, after_seconds=0.0) is None
+    narrow = replace(stops, slots=1)
+    found = replace(found, running=(narrow, running_job("stays", 1, host="x"), trains))
+    assert choose_preempted(found, after_seconds=0.0) == (head, [trains])

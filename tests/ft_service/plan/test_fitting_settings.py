@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 
 from ft_service.plan.auto_options import settle_on
-from ft_service.plan.fitting_settings import best_setting, is_open
+from ft_service.plan.fitting_settings import best_setting, is_open, ranks_per_sample
 from ft_service.plan.machines import GIB, MACHINES, Machine, machine_of_gpu
 from ft_service.spec import JobSpec
-from tests.support.bases import LLAMA_8B, describe, plan_of, save_fp8_index, settle_for, spec_on
+from tests.support.bases import (
+    LLAMA_8B,
+    describe,
+    plan_of,
+    save_base,
+    save_fp8_index,
+    settle_for,
+    spec_on,
+)
 from tests.support.plans import AUTO, CHATS, MACHINE, open_spec
 
 
@@ -171,3 +179,19 @@ def test_a_gpu_without_figures_is_chosen_for_by_its_memory(tmp_path: Path) -> No
     )
     assert not any(is_open(settled.spec, option) for option in settled.spec.chosen)
     assert plan_of(settled.spec, machine_of_gpu("Something New", 20 * GIB), CHATS).fits
+
+
+@pytest.mark.parametrize(
+    ("ranks", "distributed", "numbers"),
+    [
+        (6, {}, [1, 2, 3, 6]),
+        (4, {"nnodes": 2}, [1, 2, 4]),
+        (8, {"context_parallel": 4}, [4]),
+    ],
+)
+def test_as_many_ranks_may_share_a_sample_as_divide_a_host_s(
+    ranks: int, distributed: dict[str, Any], numbers: list[int], tmp_path: Path
+) -> None:
+    options = {"context_parallel": "auto", **distributed}
+    spec = spec_on(save_base(tmp_path), ranks, distributed=options)
+    assert list(ranks_per_sample(describe(spec.model.path), spec, None)) == numbers

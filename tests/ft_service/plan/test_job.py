@@ -218,3 +218,45 @@ def test_forwards_without_gradients_are_counted(tmp_path: Path) -> None:
     unpaired = {"hyperparameters": {"loss_type": "apo_zero_unpaired"}}
     alone, of_alone = planned(type="kto", kto=unpaired)
     assert (alone.flops_per_token, of_alone) == (supervised.flops_per_token, 1.5)
+
+
+@pytest.mark.parametrize(("r", "warned"), [(256, False), (257, True)])
+def test_a_rank_above_the_smaller_side_of_a_matrix_is_warned_of(
+    r: int, warned: bool, tmp_path: Path
+) -> None:
+    """Of 256 rows, of keys and values."""
+    base = save_base(tmp_path, {**LLAMA_8B, "num_key_value_heads": 2})
+    warnings = plan_of(spec_on(base, lora={"r": r}), H100).warnings
+    assert any(warning.startswith(f"lora.r = {r} ") for warning in warnings) is warned
+
+
+def test_weights_that_stay_whole_are_proposed_to_be_sharded(tmp_path: Path) -> None:
+    small = Machine("small", 10 * GIB)
+    options: list[Any] = [
+        plan_8b(
+            tmp_path,
+            2,
+            small,
+            precision={"default": "bf16"},
+            distributed={"keep_unsharded": kept, "replicate": 1},
+        ).changes
+        for kept in (True, False)
+    ]
+    kept, sharded = ([change.options for change in changes] for changes in options)
+    assert {"distributed.keep_unsharded": False} in kept
+    assert not any("distributed.keep_unsharded" in change for change in sharded)
+
+
+def test_a_plan_as_a_document_has_the_sums_of_both_costs(tmp_path: Path) -> None:
+    spec = spec_on(save_base(tmp_path, LLAMA_8B), 2)
+    known = plan_of(spec, H100, SampleLengths(100_000, 1000, 500))
+    assert known.likely is not None
+    document = known.as_dict()
+    for cost, shown in ((known, document), (known.likely, document["likely"])):
+        assert shown["rank"]["total"] == cost.rank.total
+        assert shown["rank"]["stored"] == cost.rank.stored
+        assert shown["rank"]["resident"] == cost.rank.resident
+        assert shown["wire"]["total"] == cost.wire.total > 0
+    unknown = plan_of(spec, H100).as_dict()
+    assert unknown["likely"] is None
+    assert unknown["rank"]["total"] == plan_of(spec, H100).rank.total

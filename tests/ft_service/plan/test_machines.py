@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from ft_service.plan import machines
-from ft_service.plan.machines import GIB, MACHINES, Machine, find_machine, machine_of_model
+from ft_service.plan.machines import (
+    GIB,
+    MACHINES,
+    Machine,
+    find_machine,
+    machine_of_model,
+    usable_bytes,
+    usable_host_bytes,
+)
+from tests.support.bases import save_base, spec_on
 from tests.support.plans import plan_8b
 
 
@@ -84,6 +93,40 @@ def test_cards_for_pcie_are_slower_than_their_modules() -> None:
         assert ours.link_bandwidth in (32e9, 64e9)
 
 
+@pytest.mark.parametrize(
+    ("name", "fuses", "by_cudnn", "host_bandwidth"),
+    [
+        ("B200", True, False, 64e9),
+        ("GH200", True, True, 450e9),
+        ("H100", True, True, 64e9),
+        ("H200-NVL", True, True, 64e9),
+        ("A100", True, False, 32e9),
+        ("RTX-3090", True, False, 32e9),
+        ("RTX-5090", True, False, 64e9),
+        ("MI300X", False, False, 64e9),
+        ("T4", False, False, 16e9),
+    ],
+)
+def test_what_computes_on_a_card_and_how_fast_it_reads_its_host_go_by_its_kind(
+    name: str, fuses: bool, by_cudnn: bool, host_bandwidth: float
+) -> None:
+    machine = MACHINES[name]
+    assert (machine.fuses, machine.by_cudnn, machine.host_bandwidth) == (
+        fuses,
+        by_cudnn,
+        host_bandwidth,
+    )
+    assert (machine.shared_memory, machine.heap_factor, machine.rank_memory) == (False, 1.0, 0)
+
+
+def test_the_table_has_each_card_under_its_name_with_all_figures() -> None:
+    for name, machine in MACHINES.items():
+        assert machine.name == name
+        assert machine.memory is not None
+        assert machine.link_bandwidth is not None
+        assert machine.memory_bandwidth is not None
+
+
 def test_fp8_is_twice_as_fast_as_bf16_where_there_is_any() -> None:
     """So it is on every data sheet: sparse figures, which are twice as high, are easily taken for
     it.
@@ -141,3 +184,15 @@ def test_memory_of_a_host_is_shared_by_its_ranks(tmp_path: Path) -> None:
     host = Machine("cpu", 8 * GIB, shared_memory=True)
     assert plan_8b(tmp_path, 4, host).memory == int(2 * GIB * 0.94)
     assert plan_8b(tmp_path, 4, replace(host, shared_memory=False)).memory == int(8 * GIB * 0.94)
+
+
+def test_of_memory_that_is_not_known_nothing_is_said_and_of_any_other_a_part(
+    tmp_path: Path,
+) -> None:
+    spec = spec_on(save_base(tmp_path), 4)
+    gpu = Machine("x", 100, host_memory=1000, rank_memory=10)
+    assert usable_bytes(replace(gpu, memory=None), spec) is None
+    assert usable_bytes(gpu, spec) == 94
+    assert usable_bytes(replace(gpu, shared_memory=True), spec) == int((25 + 10) * 0.94)
+    assert usable_host_bytes(replace(gpu, host_memory=None), spec) is None
+    assert usable_host_bytes(gpu, spec) == int((250 + 10) * 0.8)

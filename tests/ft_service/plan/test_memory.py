@@ -8,9 +8,9 @@ import pytest
 
 from ft_service.host.processor import Products
 from ft_service.plan.machines import GIB, MACHINES, Machine, find_machine
-from ft_service.plan.memory import RankBytes, planned_micro_batches
-from ft_service.plan.weight_storage import ShardLayout
-from tests.support.bases import LLAMA_8B, llama_shapes, plan_of, save_base, spec_on
+from ft_service.plan.memory import RankBytes, multiplied_in_fp8, planned_micro_batches
+from ft_service.plan.weight_storage import ShardedJob, ShardLayout
+from tests.support.bases import LLAMA_8B, describe, llama_shapes, plan_of, save_base, spec_on
 from tests.support.plans import HOST, plan_8b
 
 A100 = MACHINES["A100"]
@@ -305,3 +305,86 @@ def test_a_process_on_a_processor_takes_more_than_its_tensors(tmp_path: Path) ->
     assert plan_of(spec, MACHINES["H100"]).rank.gaps == 0, (
         "what a GPU's allocator holds is in what is usable"
     )
+
+
+def test_selective_checkpointing_keeps_the_results_of_products_and_attention(
+    tmp_path: Path,
+) -> None:
+    """Queries, keys, values, attention's and its projection's, gate, up and down, A(x) of seven
+    adapters, and one log-sum a head in fp32.
+    """
+    kept = in_modes(tmp_path, "off")[0].activations_by_mode
+    products = 2 * 4096 + 2 * 1024 + 4096 + 2 * 14_336 + 4096 + 7 * 16
+    assert kept["selective"] - kept["full"] == 32 * 8192 * (2 * products + 4 * 32)
+    assert kept["tiled"] == kept["full"]
+
+
+def test_ranks_that_share_samples_keep_what_attention_gave_before_and_after_the_exchange(
+    tmp_path: Path,
+) -> None:
+    of_token = []
+    for ranks in (1, 2):
+        plan = plan_8b(
+            tmp_path,
+            ranks,
+            machine=A100,
+            distributed={"context_parallel": ranks, "activation_checkpointing": "none"},
+            training={"batch_size": 4, "max_length": 2048},
+            precision={"fused_kernels": "off"},
+        )
+        casts = 2 * 41_943_040 if ranks == 1 else 0  # sharded adapters are gathered in bf16
+        of_token.append((plan.rank.activations_by_mode["none"] - casts) / plan.batches.tokens)
+    assert of_token[1] - of_token[0] == 32 * 2 * 4096
+
+
+PARTS: dict[str, Any] = {
+    "base": {"nf4": 1000, "bf16": 200},
+    "adapters": 30,
+    "gradients": 40,
+    "optimizer": 50,
+    "gather": 600,
+    "accumulation": 7,
+    "activations": 80,
+    "activations_by_mode": {"none": 90, "full": 10},
+    "workspace": 11,
+    "workspace_by_mode": {"none": 12, "full": 13},
+    "host": 0,
+    "host_by_mode": {"none": 0, "full": 14},
+    "rows": 15,
+    "logits": 16,
+    "offloaded": False,
+}
+
+
+def test_a_rank_s_bytes_are_summed_up_by_how_long_they_are_there() -> None:
+    rank = RankBytes(**PARTS, teacher=3000, tower=4000, heap_factor=1.5)
+    stored = 1000 + 200 + 3000 + 30 + 40 + 50
+    assert (rank.stored, rank.resident) == (stored, stored + 4000 + 600)
+    assert rank.live == rank.resident + 7 + 80 + 15 + 16
+    assert (rank.gaps, rank.total) == (rank.live // 2, rank.live + rank.live // 2)
+    away = replace(rank, offloaded=True)
+    assert (away.stored, away.resident) == (stored, 4000 + 600)
+    assert replace(rank, workspace=20).live == rank.live + 4
+    full = rank.in_mode("full")
+    assert (full.activations, full.workspace, full.host) == (10, 13, 14)
+
+
+@pytest.mark.parametrize(
+    ("compute", "served_as", "rounded"),
+    [("bf16", None, True), ("fp32", None, False), ("bf16", "fp8", False)],
+)
+def test_only_products_in_bf16_of_what_is_not_served_are_in_fp8(
+    compute: str, served_as: str | None, rounded: bool, tmp_path: Path
+) -> None:
+    base = save_base(tmp_path, LLAMA_8B)
+    for products in ("auto", "off"):
+        precision = {
+            "compute": compute,
+            "default": "fp8",
+            "served_as": served_as,
+            "fp8_products": products,
+        }
+        job = ShardedJob.of(describe(base), spec_on(base, precision=precision))
+        for name in ("L40S", "A100"):
+            found = multiplied_in_fp8(job, MACHINES[name])
+            assert bool(found) is (rounded and products == "auto" and name == "L40S")

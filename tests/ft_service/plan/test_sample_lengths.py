@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ft_service.data.data_file import Counts
 from ft_service.data.statistics import items_of_steps
-from ft_service.plan.sample_lengths import SampleLengths
+from ft_service.plan.sample_lengths import PROMPT_TOKENS, SampleLengths
 from tests.support.bases import save_base, spec_on
 
 
@@ -53,3 +54,27 @@ def test_answers_of_a_student_are_as_long_as_the_mean_of_it_and_its_teacher(
     counts = Counts(samples=10, pairs=5, tokens=5 * (10 + 30), longest=30)
     lengths = SampleLengths.of_prompts(counts, spec)
     assert (lengths.samples, lengths.mean, lengths.longest) == (10, 20 + 8, 30 + 8)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "reinforces", "samples", "tokens"),
+    [
+        (None, True, None, 2 * 3 * 3 * (PROMPT_TOKENS + 10)),
+        (None, True, 6, 2 * 3 * PROMPT_TOKENS),
+        (None, False, None, 2 * 3 * PROMPT_TOKENS),
+        (5, True, None, 5 * 4 * 3 * 64),
+        (5, False, None, 5 * 4 * 3 * 64),
+        (1, True, 6, 6 * PROMPT_TOKENS // 2),
+    ],
+)
+def test_prompts_that_were_not_counted_get_their_answers_once_an_epoch(
+    max_steps: int | None, reinforces: bool, samples: int | None, tokens: int
+) -> None:
+    """Two epochs of three prompts, to each of which there are three answers of at most 10."""
+    spec: Any = SimpleNamespace(
+        training=SimpleNamespace(max_steps=max_steps, epochs=2, batch=4, max_length=64),
+        reinforcement=object() if reinforces else None,
+        samples_of_item=3,
+        longest_rollout=10,
+    )
+    assert SampleLengths(3 * PROMPT_TOKENS, samples).of_training(spec) == tokens

@@ -9,7 +9,7 @@ import pytest
 from ft_service.kernel_limits import served_bytes
 from ft_service.plan.job import plan_job
 from ft_service.plan.machines import EFFICIENCY, EFFICIENCY_BY_CUDNN, MACHINES, Machine
-from ft_service.plan.speed import sampling_seconds
+from ft_service.plan.speed import flops_per_token, sampling_seconds
 from tests.support.bases import LLAMA_8B, describe, llama_shapes, plan_of, save_base, spec_on
 from tests.support.plans import H100, plan_8b
 from tests.support.rollouts import GRADER
@@ -256,3 +256,20 @@ def test_copies_exchange_gradients_and_no_weights(tmp_path: Path) -> None:
     assert halves.wire.all_reduce == pytest.approx(
         2 * 1 / 2 * 4 * whole.adapter_parameters / 2, rel=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("checkpointed", "of_attention", "of_layers"), [(False, 6, 4), (True, 8, 6)]
+)
+def test_the_arithmetic_of_a_token_is_counted_by_forwards_and_backwards(
+    checkpointed: bool, of_attention: int, of_layers: int, tmp_path: Path
+) -> None:
+    """Of a base without adapters, in samples of 100 tokens."""
+    base = describe(save_base(tmp_path, LLAMA_8B))
+    layers, head, attention = 6_979_321_856, 128_256 * 4096, 32 * 100 * 4096
+    step, more = (
+        flops_per_token(base, (), 100, checkpointed=checkpointed, forwards=forwards)
+        for forwards in (0, 3)
+    )
+    assert step == of_layers * layers + 4 * head + of_attention * attention
+    assert more - step == 3 * 2 * (layers + head + attention)

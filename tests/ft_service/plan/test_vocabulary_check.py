@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from ft_service.bases import base_files
 from ft_service.errors import SpecError
+from ft_service.plan import vocabulary_check
 from ft_service.plan.admit import admit
 from ft_service.plan.job import plan_job
 from ft_service.plan.machines import MACHINES
@@ -105,6 +107,20 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, text: bytes) -> 
     with pytest.raises(SpecError, match=r"tokenizer\.json in .*: it is no tokenizer \(") as caught:
         largest_token_id(tmp_path)
     assert (caught.value.param, len(caught.value.message) < 500) == ("model", True)
+
+
+@pytest.mark.parametrize(("most", "refused"), [(8, False), (7, True)])
+def test_a_tokenizer_of_more_values_than_any_published_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, refused: bool
+) -> None:
+    monkeypatch.setattr(vocabulary_check, "LIMIT", replace(vocabulary_check.LIMIT, values=most))
+    save_tokenizer(tmp_path, VOCAB)
+    if not refused:
+        assert largest_token_id(tmp_path) == 9
+        return
+    with pytest.raises(SpecError) as caught:
+        largest_token_id(tmp_path)
+    assert (caught.value.param, caught.value.code) == ("model", "model_unreadable")
 
 
 def test_it_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

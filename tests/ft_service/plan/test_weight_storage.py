@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from ft_service.bases.description import Weight
 from ft_service.errors import SpecError
+from ft_service.plan.weight_storage import ShardLayout, WeightStorage, adapters_of
 from tests.support.announced import save_gpt_oss, save_qwen3
 from tests.support.bases import (
     LLAMA_8B,
     TINY,
+    describe,
     llama_shapes,
     plan_of,
     save_base,
@@ -159,3 +162,41 @@ def test_other_towers_and_their_prefix_are_left_out(tmp_path: Path) -> None:
         for folder, stem in ((nested, r"model\.language_model"), (plain, "model"))
     )
     assert plan_of(published, H100).rank == plan_of(stock, H100).rank
+
+
+@pytest.mark.parametrize(
+    ("shape", "sharded", "kept_fp32", "a_row", "on_rank"),
+    [
+        ((6, 10), True, False, 2 * 10, 2 * 2 * 10),
+        ((6, 10), False, False, 4 * 10, 6 * 4 * 10),
+        ((6,), True, False, 4, 2 * 4),
+        ((6,), False, False, 4, 6 * 4),
+        ((6, 10), True, True, 4 * 10, 6 * 4 * 10),
+        ((), False, False, 4, 4),
+    ],
+)
+def test_matrices_that_are_sharded_are_stored_in_bf16_and_vectors_in_the_compute_dtype(
+    shape: tuple[int, ...], sharded: bool, kept_fp32: bool, a_row: int, on_rank: int
+) -> None:
+    """Of fp32, on three ranks; what the model keeps in fp32 is whole on each."""
+    weight = Weight("m", "weight", shape, "norm", 0, kept_fp32=kept_fp32)  # type: ignore[arg-type]
+    stored = WeightStorage.of(weight, "bf16", sharded, 4)
+    assert (stored.row_bytes, stored.bytes_on_rank(ShardLayout(1, 3))) == (a_row, on_rank)
+    assert stored.bytes_whole == weight.rows * a_row
+    assert stored.sharded is (sharded and not kept_fp32)
+
+
+def test_a_stack_of_experts_has_an_adapter_of_each_expert(tmp_path: Path) -> None:
+    """Of Qwen3 30B's sizes: 128 experts of 768, of which gate and up are one stack."""
+    base = save_qwen3(tmp_path, num_hidden_layers=2)
+    lora = {"r": 4, "target_parameters": ["mlp.experts.gate_up_proj"]}
+    own = [
+        adapter
+        for adapter in adapters_of(describe(base), spec_on(base, lora=lora))
+        if adapter.experts > 1
+    ]
+    assert [(one.rows, one.cols, one.r, one.experts) for one in own] == [
+        (2 * 768, 2048, 4 * 128, 128)
+    ] * 2
+    assert [one.layer for one in own] == [0, 1]
+    assert own[0].numel == 4 * 128 * (2 * 768 + 2048)

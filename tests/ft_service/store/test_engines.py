@@ -193,3 +193,30 @@ def test_beside_an_engine_beyond_a_lowered_limit_larger_jobs_hide_none_behind_th
     for most, waiting in ((1, 0), (2, 1)):
         store.projects.update_project(PROJECT, limits={"max_slots": most})
         assert len(snapshot(store).waiting) == waiting
+
+
+def test_a_seat_s_energy_and_what_it_weighs_are_its_project_s(store):
+    for engine_id, grams, slots in (("engine-1", 360.0, (0, 1)), ("engine-2", None, (2, 3))):
+        job = found(store, queued(store, grams_per_kwh=grams), engine_id, slots=slots)
+        store.engines.measured(engine_id, 1000.0)
+        job = leave(store, job)
+        assert (job.joules, job.co2_grams) == (1000.0, None if grams is None else 0.1)
+        store.engines.end_engine(engine_id)
+    (whole,) = store.usage.usage(UsageQuery(first_day=0, last_day=10**6, group_by=()))
+    assert (whole.joules, whole.co2_grams) == (2000.0, 0.1)
+
+
+def test_use_has_a_currency_where_it_had_a_price(store):
+    for number, (price, currency) in enumerate(((2_500_000, "EUR"), (None, None))):
+        job = found(
+            store,
+            queued(store, price=price, currency="EUR", key_id=f"key-{number}"),
+            f"engine-{number}",
+            slots=(2 * number, 2 * number + 1),
+        )
+        sql(store, "UPDATE engines SET divided_at = divided_at - 3600")
+        leave(store, job)
+        query = UsageQuery(first_day=0, last_day=10**6, group_by=["key_id"])
+        used = {one.key_id: one for one in store.usage.usage(query)}[f"key-{number}"]
+        assert used.currency == currency
+        assert (used.cost > 0) is (price is not None)

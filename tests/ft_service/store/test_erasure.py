@@ -25,6 +25,7 @@ from ft_service.store.tables import (
     job_metadata,
     jobs,
     metadata,
+    permissions,
     projects,
     slots,
     usage,
@@ -85,6 +86,12 @@ def erase(store: Store) -> list[str]:
     return [job.id for job in found]
 
 
+def permitted(store: Store) -> set[str]:
+    """Names of the models that some may use."""
+    with store.reading() as connection:
+        return set(connection.scalars(select(permissions.c.model)))
+
+
 def test_a_deleted_job_is_not_there_and_then_its_rows_are_not(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +100,9 @@ def test_a_deleted_job_is_not_there_and_then_its_rows_are_not(
     gone = ended_job(store, 1, request=wandb)
     kept = ended_job(store, 2)
     name = gone.tuned_name
-    store.models.grant(PROJECT, str(name.at(5)), [PROJECT])
+    others = kept.tuned_name
+    for model in (name, name.at(5), others, others.at(5)):
+        store.models.grant(PROJECT, str(model), [PROJECT])
     store.models.delete_model(PROJECT, str(name.at(10)))
     before = {
         table: count(store, table)
@@ -136,6 +145,7 @@ def test_a_deleted_job_is_not_there_and_then_its_rows_are_not(
         job_metadata: 1,
         integrations: 0,
     }
+    assert {str(others), str(others.at(5))} == permitted(store)
     assert (store.jobs.known_jobs([gone.id]), erase(store)) == (set(), [])
     assert store.models.all_deleted_models() == {str(name)}, (
         "which inference servers may have loaded"
@@ -282,7 +292,19 @@ def erase_all(store: Store) -> None:
             pass
         while store.erasure.erase_project(project_id):
             store.files.mark_freed(store.files.freeable_files())
+        left = rows_of(store, project_id)
+        assert not store.erasure.erase_project(project_id)
+        assert rows_of(store, project_id) == left, "it ends only when nothing can go now"
     erase(store)
+
+
+def rows_of(store: Store, project_id: str) -> dict[str, int]:
+    return {
+        table.name: number
+        for table in metadata.sorted_tables
+        if "project_id" in table.c
+        and (number := count(store, table, table.c.project_id == project_id))
+    }
 
 
 def test_of_a_deleted_project_nothing_stays_but_its_use_and_who_deleted_it(
@@ -315,13 +337,7 @@ def test_of_a_deleted_project_nothing_stays_but_its_use_and_who_deleted_it(
         connection.execute(late.values(deleted_at=projects.c.deleted_at - erasure.SETTLE_SECONDS))
     erase_all(store)
     assert store.erasure.projects_to_erase() == []
-    left = {
-        table.name: number
-        for table in metadata.sorted_tables
-        if "project_id" in table.c
-        and (number := count(store, table, table.c.project_id == PROJECT))
-    }
-    assert left == {"usage": 3, "audit": 1, "deleted_models": 1}
+    assert rows_of(store, PROJECT) == {"usage": 3, "audit": 1, "deleted_models": 1}
     with store.reading() as connection:
         days = connection.execute(
             select(usage).where(usage.c.project_id == PROJECT).order_by(usage.c.day)

@@ -573,3 +573,29 @@ def test_a_host_that_is_renamed_keeps_its_jobs_slots_and_engines(store):
     assert (store.leases.free_slots("old", 2), store.leases.free_slots("new", 4)) == ([0, 1], [3])
     assert try_claim(store, host="new") is not None
     assert store.queue.snapshot(Paces()).hosts == {}
+
+
+def test_slots_that_were_taken_before_the_clock_went_back_were_held_for_no_time(store):
+    job = place(store, create_job(store, new_job(state=State.QUEUED, slots=2)), [0, 1])
+    with store.writing() as connection:
+        connection.execute(text("UPDATE slots SET taken_at = taken_at + 1000"))
+        connection.execute(text("UPDATE jobs SET taken_at = taken_at + 1000"))
+    claimed = claim(store)
+    paused = replace(claimed.job, state=State.PAUSED, phase=None)
+    assert store.leases.apply(claimed, JobChange(job=paused, release_slots=True))
+    after = store.jobs.get_job(PROJECT, job.id)
+    assert (after.held_seconds, after.slot_seconds) == (0.0, 0.0)
+
+
+def test_a_job_rests_before_the_next_look_and_never_for_too_long(store):
+    job = place(store, create_job(store, new_job(state=State.QUEUED)), [0])
+    for asked, rests in ((5.0, 5.0), (1e6, leases.LONGEST_REST_SECONDS)):
+        claimed = claim(store)
+        change = JobChange(job=claimed.job, rest_seconds=asked)
+        assert store.leases.apply(claimed, change)
+        with store.reading() as connection:
+            query = select(jobs.c.looked_at).where(jobs.c.id == job.id)
+            looked_at = connection.scalars(query).one()
+        assert looked_at == pytest.approx(claimed.now + rests, abs=0.01)
+        with store.writing() as connection:
+            connection.execute(text("UPDATE jobs SET looked_at = 0"))

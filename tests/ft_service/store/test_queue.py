@@ -17,6 +17,7 @@ from ft_service.store.queue import OF_EACH_PROJECT
 from ft_service.store.records import JobChange
 from ft_service.store.tables import jobs
 from tests.support.creating import create_job
+from tests.support.engine_seats import found, queued
 from tests.support.records import OTHER, PROJECT, claim, claim_next, new_job, place
 
 H1 = Host(slots=8)
@@ -250,3 +251,30 @@ def test_a_project_at_its_limit_is_within_it_and_one_above_is_not():
         "without": Share(used=0.0),
     }
     assert queue._within_limits({*shares, "gone"}, running, shares) == ["at", "without"]
+
+
+def test_an_engine_that_was_asked_to_end_stops_and_is_not_asked_again(store):
+    found(store, queued(store))
+    (running,) = store.queue.snapshot_for("h1", H1, Paces()).running
+    assert (running.preemptible, running.stopping) == (True, False)
+    store.engines.close_engine("engine-1", if_idle=False)
+    (running,) = store.queue.snapshot_for("h1", H1, Paces()).running
+    assert (running.preemptible, running.stopping) == (False, True)
+
+
+def test_a_host_s_jobs_join_the_engines_of_that_host_alone(store):
+    found(store, queued(store))
+    here, there = (
+        store.queue.snapshot_for(host, H1, Paces(), new_engines=True).engines
+        for host in ("h1", "h2")
+    )
+    assert ([engine.id for engine in here], there) == (["engine-1"], [])
+
+
+def test_jobs_have_company_that_share_project_base_and_fault_group(store):
+    several = [queued(store) for _ in range(3)]
+    others = [queued(store, share_key="other"), queued(store, fault_group="engine-9/1")]
+    waiting = store.queue.snapshot_for("h1", H1, Paces(), new_engines=True).waiting
+    company = {job.id: job.company for job in waiting}
+    assert [company[job.id] for job in several] == [2, 2, 2]
+    assert [company[job.id] for job in others] == [0, 0]

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
 from ft_service.errors import NotFoundError
 from ft_service.ids import new_id
@@ -12,7 +12,7 @@ from ft_service.jobs.states import Phase, State
 from ft_service.jobs.user_actions import Verb
 from ft_service.store.records import JobChange, WebhookEndpoint
 from ft_service.store.tables import webhook_deliveries
-from ft_service.store.webhooks import EVENT_TYPES
+from ft_service.store.webhooks import EVENT_TYPES, longest_wait
 from tests.support.creating import create_job
 from tests.support.records import OTHER, PROJECT, claim, new_job, place
 
@@ -170,3 +170,15 @@ def test_what_waits_for_too_long_is_given_up_though_it_was_never_tried(store):
     assert [
         delivery.id for delivery in store.webhooks.claim_deliveries(limit=9, lease_seconds=0)
     ] == [under_way.id]
+
+
+def test_a_delivery_that_waits_for_longer_than_any_was_stored_before_the_clock_went_back(store):
+    add(store)
+    cancel(store)
+    (first,) = store.webhooks.claim_deliveries(limit=1, lease_seconds=60)
+    for ahead, is_due in ((longest_wait(1) - 5, False), (longest_wait(1) + 60, True)):
+        with store.writing() as connection:
+            later = update(webhook_deliveries).values(next_try_at=store.now() + ahead)
+            connection.execute(later)
+        due = store.webhooks.claim_deliveries(limit=1, lease_seconds=60)
+        assert [one.id for one in due] == ([first.id] if is_due else [])

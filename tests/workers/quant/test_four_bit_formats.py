@@ -50,6 +50,17 @@ def test_values_halfway_go_to_the_even_code_and_large_ones_to_six() -> None:
     assert torch.equal(near[1], -near[0])
 
 
+def test_the_nearest_values_by_arithmetic_are_those_of_the_codes() -> None:
+    values = torch.arange(-600, 601).div(100)[None, :-1]
+    around = torch.tensor(e2m1._LAST_BELOW)
+    borders = torch.cat([torch.nextafter(around, around + side) for side in (-1, 0, 1)])
+    values = torch.cat([values, torch.cat([borders, -borders])[None]], dim=1)
+    cols = values.shape[1]
+    by_codes = e2m1.decode(e2m1.encode(values), torch.ones(1, 1), cols, cols, torch.float32)
+    near = e2m1.nearest_(values.clone())
+    assert torch.equal(near, by_codes)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torchao_decodes_the_same_values(dtype: torch.dtype) -> None:
     tensors = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")

@@ -83,3 +83,20 @@ def test_zero_and_tiny_rows_stay_finite() -> None:
     back = fp8.dequantize(fp8.quantize(weight), 64, torch.float32)
     assert torch.isfinite(back).all()
     assert torch.equal(back[:2], weight[:2])
+
+
+def test_fp16_has_the_scales_of_its_values_in_fp32() -> None:
+    """Its exponents are too few for the scales of small rows."""
+    weight = (torch.randn(8, 64, generator=torch.Generator().manual_seed(3)) * 1e-4).half()
+    weight[3] *= 2.0**-9
+    ours, wide = fp8.quantize(weight), fp8.quantize(weight.float())
+    assert torch.equal(ours.scale, wide.scale)
+    assert torch.equal(ours.codes.view(torch.uint8), wide.codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_without_rows_has_parts_without_rows(dtype: torch.dtype) -> None:
+    codes, scale = fp8.quantize(torch.empty(0, 64, dtype=dtype))
+    assert (codes.shape, scale.shape) == ((0, 64), (0, 1))
+    assert (codes.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert fp8.dequantize(fp8.FP8Parts(codes, scale), 64, dtype).shape == (0, 64)

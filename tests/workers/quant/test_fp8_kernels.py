@@ -22,6 +22,12 @@ from workers.quant import fp8_kernels, fp8_products
 
 twice = bool(int(sys.argv[1]))
 correct_casts(by_way_of_fp16=twice)
+own, capability_of = fp8_kernels.casts_twice.__wrapped__, torch.cuda.get_device_capability
+for capability, expected in ((8, 0), True), ((8, 9), True), ((9, 0), False):
+    torch.cuda.get_device_capability = lambda device: capability
+    assert own(torch.device("cuda")) is expected, capability
+torch.cuda.get_device_capability = capability_of
+assert own(torch.device("cpu")) is False
 fp8_kernels.casts_twice = lambda device: twice
 fp8_products._compare(fp8_kernels, torch.device("cpu"))
 generator = torch.Generator().manual_seed(0)

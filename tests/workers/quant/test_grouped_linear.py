@@ -4,11 +4,13 @@ group's matrix.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft_service import kernel_limits
@@ -19,6 +21,7 @@ from workers.quant.grouped_linear import (
     grouped_linear,
     grouped_matrices,
     grouped_product,
+    is_grouped,
 )
 from workers.quant.weights import FP8Weight, NF4Weight
 
@@ -116,3 +119,49 @@ def test_adapters_of_any_r_take_the_grouped_product_and_get_the_loop_s_results(
     grouped = computed()
     assert all(torch.equal(*pair) for pair in zip(loop, grouped, strict=True))
     assert [rows % 8 + cols % 8 for rows, cols in sizes] == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_processor_multiplies_group_by_group(dtype: torch.dtype) -> None:
+    assert not is_grouped(torch.zeros(3, 64, dtype=dtype), 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("there", "dtype", "n", "size", "capability", "grouped"),
+    [
+        (True, torch.bfloat16, 3, 64, 9, True),
+        (True, torch.bfloat16, 3, 64, 1, False),
+        (True, torch.bfloat16, 3, 60, 9, False),
+        (True, torch.bfloat16, 0, 64, 9, False),
+        (True, torch.float32, 3, 64, 9, False),
+        (False, torch.bfloat16, 3, 64, 9, False),
+    ],
+)
+def test_a_gpu_has_a_kernel_for_rows_in_bf16_of_matrices_that_it_takes(
+    there: bool,
+    dtype: torch.dtype,
+    n: int,
+    size: int,
+    capability: int,
+    grouped: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    x: Any = SimpleNamespace(is_cuda=there, dtype=dtype, shape=(n, size), device="cuda")
+    assert is_grouped(x, size, size) is grouped
+
+
+@pytest.mark.parametrize("name", [PLAIN, "nf4"])
+def test_without_numbers_results_and_gradients_have_their_shapes(name: str) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(14, COLS, requires_grad=True)
+        counts = torch.tensor(COUNTS["all met"])
+        y = grouped_linear(x, counts, stored(name), name, ROWS, COLS)
+        assert y.shape == (14, ROWS)
+        (grad,) = torch.autograd.grad(y, x, torch.empty_like(y))
+        assert grad.shape == x.shape
+        matrices = torch.empty(5, ROWS, COLS, requires_grad=True)
+        y = grouped_matrices(x, matrices, counts)
+        assert y.shape == (14, ROWS)
+        of_x, of_matrices = torch.autograd.grad(y, (x, matrices), torch.empty_like(y))
+        assert (of_x.shape, of_matrices.shape) == (x.shape, matrices.shape)

@@ -5,8 +5,14 @@ driver.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from tests.support.triton_programs import run_with_triton
+from workers.quant import gpu_kernels
+from workers.quant.gpu_kernels import AS_WRITTEN, KernelLauncher
 
 SAME_LAUNCHES = """
 import torch
@@ -105,3 +111,80 @@ assert len(looked) == looks, "Triton looked at a launch that was made before"
 
 def test_a_launch_that_was_made_before_is_the_one_that_triton_makes(tmp_path: Path) -> None:
     run_with_triton(SAME_LAUNCHES, tmp_path)
+
+
+class Kernel:
+    """What Triton would be asked for."""
+
+    def __init__(self) -> None:
+        self.compiled: list[Any] = []
+        self.again: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*given: Any, **options: Any) -> Any:
+            self.compiled.append((grid, given, options))
+            return Compiled(self.again)
+
+        return launch
+
+
+class Compiled:
+    """What it returns, by which a launch is made again."""
+
+    def __init__(self, launched: list[Any]) -> None:
+        self._launched = launched
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *given: self._launched.append((grid, given))
+
+
+class Placed:
+    """A tensor somewhere in memory."""
+
+    def __init__(self, place: int, dtype: torch.dtype = torch.bfloat16, device: int = 0) -> None:
+        self.dtype = dtype
+        self.device = torch.device("cuda", device)
+        self._place = place
+
+    def data_ptr(self) -> int:
+        return self._place
+
+
+@pytest.mark.parametrize(
+    ("other", "numbers", "constants", "warps", "made_anew"),
+    [
+        (Placed(32), (1.0,), (8,), 4, False),
+        (Placed(4096), (1.0,), (8,), 4, False),
+        (Placed(40), (1.0,), (8,), 4, True),
+        (Placed(32, torch.float32), (1.0,), (8,), 4, True),
+        (Placed(32, device=1), (1.0,), (8,), 4, True),
+        (Placed(32), (2.0,), (8,), 4, True),
+        (Placed(32), (1.0,), (16,), 4, True),
+        (Placed(32), (1.0,), (8,), 8, True),
+    ],
+)
+def test_a_kernel_is_compiled_anew_for_what_triton_compiles_it_for(
+    other: Any, numbers: Any, constants: Any, warps: int, made_anew: bool
+) -> None:
+    kernel = Kernel()
+    launch = KernelLauncher(kernel)
+    first: Any = Placed(64)
+    launch((1, 1, 1), [first], (1.0,), 8)
+    assert kernel.compiled == [((1, 1, 1), (first, 1.0, 8), {"num_warps": 4, **AS_WRITTEN})]
+    launch((2, 1, 1), [other], numbers, *constants, num_warps=warps)
+    assert (len(kernel.compiled), len(kernel.again)) == ((2, 0) if made_anew else (1, 1))
+    if not made_anew:
+        assert kernel.again == [((2, 1, 1), (other, *numbers, *constants))]
+
+
+def test_a_launcher_remembers_so_many_launches_and_begins_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_kernels, "_MOST_COMPILED", 2)
+    kernel = Kernel()
+    launch = KernelLauncher(kernel)
+    tensors: Any = [Placed(64)]
+    for number in (1.0, 2.0, 1.0, 2.0, 3.0, 1.0):
+        launch((1, 1, 1), tensors, (number,))
+    assert [given[1] for _, given, _ in kernel.compiled] == [1.0, 2.0, 3.0, 1.0]
+    assert len(kernel.again) == 2

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
-from workers.training.evaluation_prompts import last_stretch
+from ft_service.data.tokens.sample import Tokens
+from workers.training import evaluation_prompts
+from workers.training.evaluation_prompts import last_stretch, without_end
 
 
 @pytest.mark.parametrize(
@@ -21,3 +26,69 @@ def test_the_expected_answer_is_the_last_learned_stretch(
     targets: list[int], stretch: tuple[int, int]
 ) -> None:
     assert last_stretch(np.array(targets, dtype=bool)) == stretch
+
+
+class Words:
+    """A tokenizer whose tokens are numbers: 9 ends an answer, 8 is a blank."""
+
+    all_special_ids = (9,)
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {"<added>": 7}
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return " ".join("" if token == 8 else str(token) for token in ids)
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [5, 6]}
+
+
+@pytest.mark.parametrize(
+    ("learned", "answer", "ends"),
+    [
+        ([3, 4], [3, 4], set()),
+        ([3, 4, 9], [3, 4], {9}),
+        ([3, 9, 4], [3, 9, 4], set()),
+        ([3, 7], [3], {7}),
+        ([3, 9, 8, 8], [3], {9}),
+        ([3, 8], [3, 8], set()),
+        ([9], [], {9}),
+    ],
+)
+def test_the_token_that_ends_an_answer_is_no_part_of_it(
+    learned: list[int], answer: list[int], ends: set[int]
+) -> None:
+    assert without_end(learned, Words()) == (answer, ends)
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_question_is_what_stands_before_the_last_answer_and_is_written_as_a_prompt(
+    has_template: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        evaluation_prompts, "turns_of", lambda shown, tokenizer, write: write(shown)
+    )
+    monkeypatch.setattr(evaluation_prompts, "text_of", lambda shown, tokenizer: f"text {shown}")
+    monkeypatch.setattr(evaluation_prompts, "closing_of", lambda text: f"closing {text}")
+    monkeypatch.setattr(
+        evaluation_prompts.Question,
+        "read",
+        lambda self, learned, tokenizer, answers: SimpleNamespace(whole=learned),
+    )
+    written: list[Any] = []
+
+    def write(turns: Any, *, prompt: bool = False) -> Any:
+        written.append((turns, prompt))
+        return ["turns"]
+
+    sample = Tokens(
+        np.array([1, 2, 3, 4, 9], dtype=np.int32), np.array([False, False, True, True, True])
+    )
+    answers: Any = SimpleNamespace(marks_calls=True)
+    given: Any = write if has_template else None
+    question = evaluation_prompts._question(sample, Words(), answers, given)
+    assert question.ids.tolist() == [1, 2]
+    assert (question.prompt, question.closing) == ("text [1, 2]", "closing 1 2")
+    assert (question.reference, question.ends, question.tools) == ([3, 4], {9}, True)
+    assert question.messages == (["turns"] if has_template else None)
+    assert written == ([([1, 2], True)] if has_template else [])

@@ -213,6 +213,31 @@ def test_an_adapter_that_never_changes_is_noticed(
     assert run_on_ranks(watch, 3, changes_on, learning_rate, changes_at) == [expected] * 3
 
 
+@pytest.mark.parametrize("changes_at", [1, 3, STEPS_UNTIL_CHANGE, None])
+def test_what_is_trained_whole_has_as_long_to_change_as_adapters(
+    changes_at: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first moment too: weight decay alone changes no moment."""
+    monkeypatch.setattr("workers.training.guards.dist.all_reduce", lambda counts: None)
+    adapter, whole = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    names = "base_model.model.layer.lora_B.default.weight", "base_model.model.lm_head.weight"
+    job = JobState(dict(zip(names, (adapter, whole), strict=True)), TrainingOptions())
+    told: list[str] = []
+    watched = AdapterWatch(job, told.append)
+    step, code = 0, ""
+    try:
+        for step in range(1, STEPS_UNTIL_CHANGE + 1):
+            adapter.data += 1.0
+            whole.data += 1.0
+            if changes_at is not None and step >= changes_at:
+                job.optimizer.first_moment(names[1]).add_(1.0)
+            watched.after_step(0.1)
+    except TrainingError as error:
+        code = error.code
+    assert (code, step) == ("" if changes_at else "adapter_unchanged", STEPS_UNTIL_CHANGE)
+    assert told == []
+
+
 def train_with_lost_gradients(
     rank: int, world: int, spec: JobSpec, of: str, lost_on: list[int], below: int
 ) -> str:

@@ -28,7 +28,7 @@ from tests.support.training.models import (
 )
 from tests.support.training.parity import CPU, Step, assert_parity, constructed, full
 from workers.base.load import adapters, plain_name
-from workers.data.batches import collate
+from workers.data.batches import BatchOrder, collate
 from workers.data.micro_batches import MicroBatchLimits
 from workers.training.kto import Labelled, LabelledSums, kto_losses, mismatched_partners
 from workers.training.objective import RankShare, loss_with_baseline
@@ -393,3 +393,42 @@ def test_sums_are_read_as_means_over_the_answers_of_each_label() -> None:
     alone = replace(sums, good=0, rewards=(0.0, -4.0), logps=(0.0, -80.0), targets=0, correct=0)
     assert alone.more == {"kl": 0.25, "rewards/rejected": -1.0, "logps/rejected": -20.0}
     assert alone.accuracy == 0
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "mean", "more"),
+    [
+        (
+            2,
+            1,
+            2.0,
+            {
+                "rewards/chosen": 2.0,
+                "rewards/rejected": -3.0,
+                "rewards/margins": 5.0,
+                "logps/chosen": -5.0,
+                "logps/rejected": -7.0,
+            },
+        ),
+        (1, 0, 6.0, {"rewards/chosen": 4.0, "logps/chosen": -10.0}),
+        (0, 1, 6.0, {"rewards/rejected": -3.0, "logps/rejected": -7.0}),
+        (0, 0, 6.0, {}),
+    ],
+)
+def test_metrics_are_means_over_the_answers_of_a_label_that_there_are(
+    good: int, bad: int, mean: float, more: dict[str, float]
+) -> None:
+    sums = LabelledSums(6.0, 3, (4.0, -3.0), (-10.0, -7.0), 0.25, good, bad, targets=4 * good)
+    assert sums.mean_loss == mean
+    assert sums.accuracy == (3 / (4 * good) if good else 3.0)
+    assert sums.more == {"kl": 0.25, **more}
+
+
+def test_a_mismatched_answer_is_that_of_the_next_sample_of_the_first_epoch() -> None:
+    samples = token_set([([number], [9], True) for number in range(7)])
+    begins = np.ones(7, np.int64)
+    for seed in (0, 1):
+        order = BatchOrder(7, 7, seed).of_step(0)
+        following = dict(zip(order, [*order[1:], order[0]], strict=True))
+        partners = mismatched_partners(samples, begins, seed).tolist()
+        assert partners == [following[number] for number in range(7)]

@@ -25,13 +25,15 @@ from tests.support.training.attempts import adapter, attempt_on_rank, losses, ru
 from tests.support.training.models import save_chat_base, save_chats, save_tiny_llama, spec_for
 from tests.support.training.parity import batches_of, constructed, samples
 from workers.base.load import adapters
-from workers.job.training_state import JobState
+from workers.job.training_state import JobState, Validations
 from workers.model.head import set_works_in_chunks
 from workers.model.multimodal import causal_model
 from workers.output.report import Reporter
 from workers.ranks.runtime import Runtime
+from workers.training import loop
 from workers.training.context import StopRequest
-from workers.training.step import forward_backward
+from workers.training.loop import Schedule, Trainer, _together
+from workers.training.step import Sums, forward_backward
 
 READS = {
     "_local_scalar_dense",
@@ -164,3 +166,143 @@ def test_a_request_that_cannot_be_read_ends_no_rank_by_itself_and_is_read_again(
     assert stop.agreed()
     with patch.object(Attempt, "read_control", side_effect=error):
         assert stop.agreed(), "what was asked for counts on"
+
+
+def schedule(**changes: Any) -> Schedule:
+    given = {"total_steps": 20, "steps_per_epoch": 6, "eval_steps": None, "save_steps": 8}
+    return Schedule(**given | changes)
+
+
+def happens(test: Any) -> list[int]:
+    return [step for step in range(1, 21) if test(step)]
+
+
+def test_each_thing_happens_at_its_steps() -> None:
+    none = Validations()
+    usual = schedule(rungs=(5, 12))
+    assert happens(usual.counts_at) == [6, 12, 18, 20]
+    assert happens(usual.validates_at) == [5, 6, 12, 18, 20]
+    assert happens(schedule(eval_steps=7).validates_at) == [7, 14, 20]
+    assert happens(lambda step: usual.saves_at(step, none)) == [8, 16]
+    kept = schedule(keep_every=5, keeps_best=True)
+    best = SimpleNamespace(best_step=3)
+    assert happens(lambda step: kept.saves_at(step, best)) == [3, 5, 8, 10, 15, 16, 20]  # type: ignore[arg-type]
+    assert happens(lambda step: usual.saves_at(step, best)) == [8, 16]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("step", "without", "patience", "ends"),
+    [
+        (19, 9, None, False),
+        (20, 0, None, True),
+        (21, 0, None, True),
+        (5, 1, 2, False),
+        (5, 2, 2, True),
+    ],
+)
+def test_training_ends_at_its_last_step_or_with_its_patience(
+    step: int, without: int, patience: int | None, ends: bool
+) -> None:
+    validations: Any = SimpleNamespace(without_progress=without)
+    assert schedule(patience=patience).ends_at(step, validations) is ends
+
+
+def test_numbers_of_one_step_are_told_together_by_their_names() -> None:
+    before: Any = SimpleNamespace(mean_loss=2.5)
+    assert _together({"a": 1.0}, {"a": 2.0}, {"b": 3.0}, before) == {
+        "a": 1.0,
+        "valid_a": 2.0,
+        "b": 3.0,
+        loop.BEFORE_VALID_LOSS: 2.5,
+    }
+    assert _together({"a": 1.0}, None, None, None) == {"a": 1.0}
+    assert _together(None, None, None, None) is None
+
+
+class Stepping(Trainer):
+    """A loop whose steps are counted, and which notes what it does."""
+
+    def _begin(self, began: Any) -> Any:
+        self.job.step += 1
+        self.noted.append(f"begin {self.job.step}")  # type: ignore[attr-defined]
+        return SimpleNamespace(step=self.job.step, ended=began)
+
+    def _check(self, begun: Any) -> Any:
+        return Sums(1.0, 1, 1), 0.5
+
+    def _validate(self) -> Any:
+        self.noted.append(f"validate at {self.job.step}")  # type: ignore[attr-defined]
+        return Sums(2.0, 1, 1)
+
+    def _validated(self, begun: Any, before: Any) -> Any:
+        self.noted.append(f"read {begun.step}{' and before' if before else ''}")  # type: ignore[attr-defined]
+
+    def _report(
+        self, begun: Any, numbers: Any, valid: Any, answered: Any = None, before: Any = None
+    ) -> Any:  # type: ignore[override]
+        self.noted.append(f"late {begun.step}{' and before' if before else ''}")  # type: ignore[attr-defined]
+
+
+def stepping(*, late: bool, stops_at: int | None = None, valid: int = 0, **changes: Any) -> Any:
+    job = SimpleNamespace(step=0, validations=Validations())
+    noted: list[str] = []
+    agreed = SimpleNamespace(agreed=lambda: job.step == stops_at)
+    saver = SimpleNamespace(
+        save=lambda job, metrics: noted.append(f"save {job.step}"),
+        save_last=lambda job, metrics: noted.append(f"last {job.step}") or f"step-{job.step}",
+    )
+    context = SimpleNamespace(
+        stop=agreed, runtime=SimpleNamespace(reads_late=late, device=torch.device("cpu"))
+    )
+    given = {"total_steps": 4, "steps_per_epoch": 9, "save_steps": 2, **changes}
+    trainer: Any = Stepping(
+        context,  # type: ignore[arg-type]
+        job,  # type: ignore[arg-type]
+        (),  # type: ignore[arg-type]
+        range(valid),  # type: ignore[arg-type]
+        schedule(**given),
+        saver,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+    )
+    object.__setattr__(trainer, "noted", noted)
+    return trainer
+
+
+def test_a_step_is_read_before_the_next_begins_or_behind_it() -> None:
+    early = stepping(late=False)
+    assert early.fit() is None
+    assert early.noted == [
+        *("begin 1", "read 1", "begin 2", "read 2", "save 2"),
+        *("begin 3", "read 3", "begin 4", "read 4", "last 4"),
+    ]
+    behind = stepping(late=True)
+    assert behind.fit() is None
+    assert behind.noted == [
+        *("begin 1", "begin 2", "late 1", "read 2", "save 2"),
+        *("begin 3", "begin 4", "late 3", "read 4", "last 4"),
+    ]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_stop_saves_what_was_done_and_at_the_last_step_training_is_done(late: bool) -> None:
+    stopped = stepping(late=late, stops_at=3)
+    assert stopped.fit() == "step-3"
+    assert stopped.noted[-1] == "last 3"
+    assert "begin 4" not in stopped.noted
+    assert stepping(late=late, stops_at=4).fit() is None
+
+
+@pytest.mark.parametrize(
+    ("late", "first"), [(False, "read 1 and before"), (True, "late 1 and before")]
+)
+def test_the_validation_before_the_first_step_is_told_with_it_and_once(
+    late: bool, first: str
+) -> None:
+    trainer = stepping(late=late, valid=1)
+    trainer.fit()
+    assert trainer.noted[0] == "validate at 0"
+    assert [note for note in trainer.noted if note.endswith("before")] == [first]
+    resumed = stepping(late=late, valid=1)
+    resumed.job.step = 2
+    resumed.fit()
+    assert not any("before" in note or "validate" in note for note in resumed.noted)

@@ -5,7 +5,10 @@ stopped, resumed, going on.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +27,34 @@ from tests.support.training.attempts import (
     trained,
 )
 from tests.support.training.models import save_chat_base, save_pairs, spec_for
+from workers.data.micro_batches import MicroBatchLimits
+from workers.training import reference_logprobs
+from workers.training.reference_logprobs import Part, _portions
 
 STEPS = 5
+
+
+@pytest.mark.parametrize(
+    ("world", "tokens", "portions"),
+    [
+        (1, 10, [[0, 2], [4], [5]]),
+        (1, 11, [[0, 2, 4], [5]]),
+        (2, 5, [[0, 2], [4], [5]]),
+        (1, 100, [[0, 2, 4, 5]]),
+        (1, 1, [[0], [2], [4], [5]]),
+    ],
+)
+def test_items_are_computed_in_portions_that_a_stop_need_not_wait_for(
+    world: int, tokens: int, portions: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 5, 5, 1 and 12 tokens; one that is larger is a portion alone."""
+    monkeypatch.setattr(reference_logprobs, "ROUNDS_AT_ONCE", 1)
+    lengths = {0: 5, 2: 5, 4: 1, 5: 12}
+    answers: Any = SimpleNamespace(lengths=lambda items: [lengths[item] for item in items])
+    part = Part(begin=0, answers=answers, values=8, read=list(lengths))
+    found = list(_portions(part, world, MicroBatchLimits(tokens)))
+    assert found == portions
+    assert list(_portions(replace(part, read=[]), world, MicroBatchLimits(tokens))) == []
 
 
 @pytest.fixture(scope="module")

@@ -279,3 +279,24 @@ def test_a_second_model_is_only_read_where_memory_has_room_for_it(
 
     assert lacking(torch.bfloat16) is None, "2 MB, and 8 MB for the largest weight"
     assert "was not measured" in (lacking(torch.float32) or ""), "one rank holds it as it computes"
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype", "needed"),
+    [
+        (1, torch.float32, 4 * 140 + 8 * 100),
+        (1, torch.bfloat16, 2 * 140 + 8 * 100),
+        (2, torch.float32, 140 + 8 * 100),
+    ],
+)
+def test_what_the_base_in_bf16_takes_is_its_part_and_its_largest_weight_gathered_and_used(
+    world: int, dtype: torch.dtype, needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers that are trained are there already."""
+    frozen = torch.nn.ModuleList(
+        torch.nn.Linear(10, rows, bias=False).requires_grad_(rows == 7) for rows in (4, 10, 7)
+    )
+    runtime: Any = SimpleNamespace(world=world, device=torch.device("cpu"), compute_dtype=dtype)
+    for free, lacks in (([needed + 5, needed], False), ([needed + 5, needed - 1], True)):
+        monkeypatch.setattr(served_quality, "from_all", lambda own, free=free: free)
+        assert (lacking_memory(frozen, runtime) is not None) is lacks

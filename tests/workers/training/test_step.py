@@ -28,6 +28,7 @@ from tests.support.training.parity import (
 from workers.base.load import adapters
 from workers.quant.rowwise import RowQuantized
 from workers.ranks.runtime import COMPUTE_DTYPE
+from workers.training.step import Sums
 
 FORMATS = {name: {"default": name} for name in get_args(WeightFormat)} | {"mixed": MIXED}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -167,3 +168,22 @@ def plain_bytes(modules: list[torch.nn.Module], world: int) -> int:
     """Of bf16 weights, padding rows included."""
     shapes = [parameter.shape for module in modules for parameter in module.parameters()]
     return sum(-(-shape[0] // world) * math.prod(shape[1:]) * 2 for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("loss", "correct", "targets", "mean", "accuracy", "impossible"),
+    [
+        (6.0, 1, 4, 1.5, 0.25, False),
+        (0.5, 1, 1, 0.5, 1.0, False),
+        (0.0, 3, 4, 0.0, 0.75, True),
+        (0.0, 4, 4, 0.0, 1.0, False),
+        (0.0, 0, 0, 0.0, 0.0, False),
+    ],
+)
+def test_a_loss_and_an_accuracy_are_means_over_the_targets(
+    loss: float, correct: int, targets: int, mean: float, accuracy: float, impossible: bool
+) -> None:
+    sums = Sums.read(torch.tensor([loss, correct], dtype=torch.float64), targets)
+    assert (sums.loss, sums.correct, sums.targets) == (loss, correct, targets)
+    assert (sums.mean_loss, sums.accuracy, sums.is_impossible) == (mean, accuracy, impossible)
+    assert sums.more is None

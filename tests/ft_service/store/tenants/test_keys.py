@@ -186,3 +186,27 @@ def test_a_key_with_the_longest_life_begins_a_new_one_when_it_is_rotated(store):
     assert renewed.expires_at == pytest.approx(renewed.created_at + 30 * DAY, abs=1.0)
     again, _ = store.keys.rotate_key(PROJECT, short.id, keep_seconds=60)
     assert again.expires_at == short.expires_at, "what was asked for stays"
+
+
+def test_only_a_key_that_nobody_has_used_gets_another_secret(store):
+    """Nobody has seen the first one; one that was used, or revoked, keeps its own."""
+    key, first = store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
+    assert store.keys.replace_secret(OTHER, key.id) is None
+    replaced = store.keys.replace_secret(PROJECT, key.id)
+    assert replaced is not None
+    again, second = replaced
+    assert (again.id, again.name, second.startswith(again.prefix)) == (key.id, "mine", True)
+    assert store.keys.authenticate(first) is None
+    assert store.keys.authenticate(second).key_id == key.id
+    store.keys.close()
+    assert store.keys.replace_secret(PROJECT, key.id) is None
+    assert store.keys.authenticate(second).key_id == key.id
+    revoked, _ = store.keys.create_key(project_id=PROJECT, name="gone", scope="user")
+    store.keys.revoke_key(PROJECT, revoked.id)
+    assert store.keys.replace_secret(PROJECT, revoked.id) is None
+    told = [
+        one.target
+        for one in store.audit.list_audit(project_id=PROJECT).data
+        if one.type == "key.secret_replaced"
+    ]
+    assert told == [key.id]

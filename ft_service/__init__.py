@@ -3,7 +3,7 @@
 No torch, no web framework.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 """The newest release: its images are what deploy/ names."""
-NEXT = "0.3.0"
+NEXT = ""
 """The release that this code is to become (ft_service/version.py); empty in a release."""

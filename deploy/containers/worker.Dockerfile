@@ -1,6 +1,6 @@
 # Workers: torch with its CUDA libraries, which need only the driver that the container runtime brings. It holds the API too, for one
 # GPU host without a cluster (compose.yaml).
-#   docker build -f deploy/containers/worker.Dockerfile -t ft-worker:0.2.0 --build-arg SOURCE_COMMIT=$(git rev-parse HEAD) .
+#   docker build -f deploy/containers/worker.Dockerfile -t ft-worker:0.3.0 --build-arg SOURCE_COMMIT=$(git rev-parse HEAD) .
 # Another CUDA version, or none: --build-arg TORCH_INDEX=<URL that the selector on pytorch.org shows>
 # Pin the base by digest for a release: --build-arg PYTHON_IMAGE=python:3.12-slim-bookworm@sha256:…
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
@@ -28,7 +28,7 @@ FROM ${PYTHON_IMAGE}
 ARG SOURCE_COMMIT
 LABEL org.opencontainers.image.title="ft-worker" \
     org.opencontainers.image.description="Workers of ft-service, a self-hosted fine-tuning service" \
-    org.opencontainers.image.version="0.3.0.dev0" \
+    org.opencontainers.image.version="0.3.0" \
     org.opencontainers.image.revision="${SOURCE_COMMIT}" \
     org.opencontainers.image.licenses="Apache-2.0"
 # distributed.compile builds its launchers with a C compiler. NCCL loads the RDMA libraries if they are there; without them it would

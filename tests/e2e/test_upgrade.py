@@ -29,7 +29,14 @@ SUPERVISOR = [sys.executable, "-P", "-m", "ft_service.supervisor"]
 CLI = [sys.executable, "-m", "ft_service.cli"]
 
 
-@pytest.fixture(scope="module", params=releases())
+# The oldest goes through every revision; newer ones are parts of its way.
+OLDEST, *NEWER = releases()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[OLDEST, *(pytest.param(newer, marks=pytest.mark.slow) for newer in NEWER)],
+)
 def old(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OldHome:
     return unpack(request.param, tmp_path_factory.mktemp("old"))
 

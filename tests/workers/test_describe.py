@@ -59,7 +59,7 @@ def test_the_process_prints_one_document(tmp_path: Path) -> None:
 
 def test_the_description_that_comes_with_the_sample_base_is_current() -> None:
     """Otherwise: python -m workers.describe examples/models/tiny-llama >
-    examples/descriptions/tiny-llama.json
+    examples/descriptions/tiny-llama.json, without `products`, which are those of this processor.
     """
     folder = SAMPLE_MODELS / "tiny-llama"
     shipped = read_described((SAMPLE_DESCRIPTIONS / "tiny-llama.json").read_bytes())

@@ -358,7 +358,8 @@ def test_a_projects_admin_sees_its_own_people_and_ends_none(service: Service) ->
     store = service.store
     store.projects.ensure_project("proj_b", "local")
     grants: dict[str, Scope] = {"default": "read", "proj_b": "admin"}
-    for name, opened in (("ada", grants), ("eve", {"default": "read"})):
+    of_eve: dict[str, Scope] = {"default": "read"}
+    for name, opened in (("ada", grants), ("eve", of_eve)):
         store.people.sign_in(SignOn(identity=name, name=name, grants=opened, state=name), 600)
     own = store.keys.create_key(project_id="proj_b", name="k", scope="admin")[1]
     path = "/v1/organization/users"

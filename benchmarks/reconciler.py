@@ -229,6 +229,7 @@ def growth_of(
             "hot": round(grown["hot"] / max(1, grown["updates"]), 2),
             "table_mib_hour": round(grown["table"] / 2**20 * 3600 / took),
             "indexes_mib_hour": round(grown["indexes"] / 2**20 * 3600 / took),
+            "database_gib_day": round(grown["database"] / 2**30 * 86400 / took, 1),
         }
 
 
@@ -254,19 +255,19 @@ def age(store: Store, seconds: float) -> None:
 
 
 def sizes(store: Store) -> dict[str, int]:
-    """Updates of the table of jobs, those of them that were HOT, and the bytes of it and its
-    indexes.
+    """Updates of the table of jobs, those of them that were HOT, and the bytes of it, of its
+    indexes and of the database.
     """
     query = (
-        "SELECT n_tup_upd, n_tup_hot_upd, pg_table_size('jobs'), pg_indexes_size('jobs') "
-        "FROM pg_stat_user_tables WHERE relname = 'jobs'"
+        "SELECT n_tup_upd, n_tup_hot_upd, pg_table_size('jobs'), pg_indexes_size('jobs'), "
+        "pg_database_size(current_database()) FROM pg_stat_user_tables WHERE relname = 'jobs'"
     )
     time.sleep(1.5)  # by then processes have told their counts
     with store.writing() as connection:
         connection.execute(text("SELECT pg_stat_force_next_flush()"))
     with store.reading() as connection:
         row = connection.execute(text(query)).one()
-    return dict(zip(("updates", "hot", "table", "indexes"), row, strict=True))
+    return dict(zip(("updates", "hot", "table", "indexes", "database"), row, strict=True))
 
 
 def server_seconds(server: psutil.Process | None) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -110,11 +110,43 @@ def _event_file(runtime: Runtime) -> EventFile:
     return EventFile(runtime.run.path(FOLDER), f"attempt-{start.attempt}", first_step=done + 1)
 
 
-def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prepare) -> Outcome:
-    """Build, load, resume, train, publish.
+@dataclass(frozen=True)
+class _Ready:
+    """A job whose data and model are on the ranks, before its first step or a resume."""
 
-    The order matters; each step says why it stands where it does.
+    began: float
+    context: TrainingContext
+    prepared: PreparedModel
+    job: JobState
+    train_set: TokenSet
+    valid_set: TokenSet
+    teacher: Teacher
+    live: LiveTower | TrainedTower | None
+    """The tower that looks at images while the job trains; None: there are no images, or their
+    features are kept.
     """
+    pictured: Description | None
+    """What is known of the base of a job with images."""
+
+    @property
+    def held_out(self) -> TokenSet:
+        """What the model is measured with."""
+        return self.valid_set if len(self.valid_set) else self.train_set
+
+
+def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prepare) -> Outcome:
+    """Build, load, resume, train, publish."""
+    ready = _make_ready(runtime, reporter, stop, prepare)
+    if ready.context.runtime.spec.by_commands:
+        data = (ready.train_set, ready.valid_set)
+        return _carry_out_commands(ready.context, ready.prepared, ready.job, data, ready.teacher)
+    return _train_on_data(ready)
+
+
+def _make_ready(
+    runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prepare
+) -> _Ready:
+    """The order matters; each step says why it stands where it does."""
     began = time.monotonic()
     # first: the cheapest way to find out that a job cannot run.
     train_set, valid_set = _data(runtime, reporter)
@@ -153,31 +185,44 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     ):
         reporter.warn(text)
     teacher, padded_because = prepare_teacher(runtime, reporter, prepared, pictured=pictured)
-    job = JobState(prepared.parameters, spec.training, prepared.changed)
     limits = limits_of(built.peft_model, spec, padded_because, reporter.warn)
-    context = TrainingContext(
-        runtime, built.peft_model, limits, reporter, stop, prepared.gradients, prepared.wait
+    return _Ready(
+        began=began,
+        context=TrainingContext(
+            runtime, built.peft_model, limits, reporter, stop, prepared.gradients, prepared.wait
+        ),
+        prepared=prepared,
+        job=JobState(prepared.parameters, spec.training, prepared.changed),
+        train_set=train_set,
+        valid_set=valid_set,
+        teacher=teacher,
+        live=live,
+        pictured=described if pictured else None,
     )
-    if spec.by_commands:
-        return _carry_out_commands(context, prepared, job, (train_set, valid_set), teacher)
-    objectives = _objectives(context, train_set, valid_set, teacher)  # before the adapter changes
+
+
+def _train_on_data(ready: _Ready) -> Outcome:
+    """Resume, and train on the job's own samples to the end."""
+    context = ready.context
+    job = ready.job
+    reporter = context.reporter
+    # before the adapter changes
+    objectives = _objectives(context, ready.train_set, ready.valid_set, ready.teacher)
     if objectives is None:
         return _stopped(
             context, "before the first step, while reference log-probabilities were computed"
         )
     train_data, valid_data = objectives
-    schedule = Schedule.of(spec, len(train_data))
-    held_out = valid_set if len(valid_set) else train_set
-    evaluator = _evaluator(context, held_out)
+    schedule = Schedule.of(context.runtime.spec, len(train_data))
+    evaluator = _evaluator(context, ready.held_out)
     if evaluator is not None and not evaluator.begin():
         return _stopped(
             context, "before the first step, while the prompts of the evaluation were answered"
         )
-    _resume(runtime, reporter, job, schedule.total_steps)
-    watch = AdapterWatch(job, reporter.warn, EmbeddedRows.of(built.peft_model))
-    saver = _saver(context)
+    _resume(context.runtime, reporter, job, schedule.total_steps)
+    watch = AdapterWatch(job, reporter.warn, EmbeddedRows.of(context.model))
     stopped_at = Trainer(
-        context, job, train_data, valid_data, schedule, saver, watch, evaluator
+        context, job, train_data, valid_data, schedule, _saver(context), watch, evaluator
     ).fit()
     if stopped_at is not None:
         reporter.message(f"Stopped at step {job.step}; checkpoint {stopped_at} is complete.")
@@ -188,8 +233,18 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
             f"Validation loss has made no progress {waited} times: training ends at step "
             f"{job.step}."
         )
+    return _finish(ready, valid_data, evaluator)
+
+
+def _finish(ready: _Ready, valid_data: Objective, evaluator: Evaluator | None) -> Outcome:
+    """Choose the step, measure the model with it, and publish the adapter."""
+    context = ready.context
+    runtime = context.runtime
+    reporter = context.reporter
+    job = ready.job
+    built = ready.prepared.built
     steps = job.step
-    chosen = use_best(runtime.run, spec, job, reporter.warn)
+    chosen = use_best(runtime.run, runtime.spec, job, reporter.warn)
     # This step was evaluated already, unless the job was stopped meanwhile or the best step is an
     # earlier one.
     if evaluator is not None and evaluator.at(job.step, last=True) is None:
@@ -201,17 +256,17 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
         "The last step is done; the adapter is being written, and read again to compare."
     )
     by_first(reporter.flush)  # the metrics table is made from the events
-    probes = measure(built.peft_model, held_out, runtime.device)
-    probes += pictured_probe(context, held_out)
+    probes = measure(built.peft_model, ready.held_out, runtime.device)
+    probes += pictured_probe(context, ready.held_out)
     # Before the model is merged.
-    forgetting = measure_forgetting(context, job.step, seconds_of_job(runtime, began))
-    second = partial(_sharded_over_all, runtime, described if pictured else None)
-    shared = prepared.resident is not None
-    seconds = seconds_of_job(runtime, began)
+    forgetting = measure_forgetting(context, job.step, seconds_of_job(runtime, ready.began))
+    second = partial(_sharded_over_all, runtime, ready.pictured)
+    shared = ready.prepared.resident is not None
+    seconds = seconds_of_job(runtime, ready.began)
     comparison = Comparison(context, built, job, valid_data, evaluator, second, shared, seconds)
     # A merged base has no adapters of its tower.
-    served = None if isinstance(live, TrainedTower) else comparison.measured(job.step)
-    publish(runtime, built, job, chosen, Measured(probes, forgetting, served), prepared.wait)
+    served = None if isinstance(ready.live, TrainedTower) else comparison.measured(job.step)
+    publish(runtime, built, job, chosen, Measured(probes, forgetting, served), ready.prepared.wait)
     if runtime.rank == 0:
         remove_own(runtime.run)
         remove_features(runtime.run)

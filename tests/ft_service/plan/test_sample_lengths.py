@@ -78,3 +78,11 @@ def test_prompts_that_were_not_counted_get_their_answers_once_an_epoch(
         longest_rollout=10,
     )
     assert SampleLengths(3 * PROMPT_TOKENS, samples).of_training(spec) == tokens
+
+
+@pytest.mark.parametrize(("image_tokens", "longest"), [(0, 0), (1, 9)])
+def test_lengths_are_those_that_were_counted(image_tokens: int, longest: int) -> None:
+    counts = Counts(samples=3, tokens=10, longest=longest, image_tokens=image_tokens)
+    found = SampleLengths.counted(counts)
+    assert found == SampleLengths(10, 3, longest or None, with_images=image_tokens > 0)
+    assert found.mean == 4

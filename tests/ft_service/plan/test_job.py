@@ -21,6 +21,7 @@ from ft_service.plan.job import (
 )
 from ft_service.plan.machines import GIB, Machine
 from ft_service.plan.memory import planned_micro_batches, rank_bytes
+from ft_service.plan.plan_text import cost_text
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.plan.seat import lanes_of, seat_size, sharing_gain
 from ft_service.plan.speed import flops_per_token, speed_on, wire_bytes
@@ -93,6 +94,10 @@ def test_copies_are_proposed_where_the_base_fits_whole(tmp_path: Path) -> None:
         "fastest.",
     )
     assert plan_8b(tmp_path, 1, **options).hints == ()
+    job = made_job(made_base(), 2)
+    assert len(plan_job(job.base, job.spec, H100).hints) == 1
+    chosen = job.spec.model_copy(update={"chosen": {"distributed.replicate": "why"}})
+    assert plan_job(job.base, chosen, H100).hints == ()
     assert plan_8b(tmp_path, 4, Machine("small", 13 * GIB), **options).hints == ()
 
 
@@ -270,6 +275,7 @@ def test_a_job_fits_to_the_last_byte(more: int, fits: bool, stored: bool) -> Non
     assert replace(resident, memory=None).stored_fits is None
 
 
+UNPAIRED = "apo_zero_unpaired"
 OPEN = {"activation_checkpointing": "auto"}
 MODE = "activation_checkpointing=auto"
 
@@ -379,13 +385,19 @@ def test_the_time_of_a_training_is_that_of_its_steps_and_of_the_reference_before
     assert (unknown["seconds_at_most"], unknown["seconds_likely"]) == (None, None)
 
 
-def test_a_training_costs_its_seconds_on_all_ranks() -> None:
-    rate = Rate(3_600_000, "EUR")
-    time = {"seconds_at_most": 100.0, "seconds_likely": None}
-    none = {"currency": "EUR", "slot_hour": 3.6, "at_most": None, "likely": None}
-    assert training_cost(time, 5, rate) == {**none, "at_most": 0.5}
-    assert training_cost(None, 5, rate) == none
-    assert training_cost(time, 5, None) is None
+def test_what_a_plan_costs() -> None:
+    time = {"seconds_at_most": 7200.0, "seconds_likely": 3600.0}
+    cost = training_cost(time, 4, Rate(3_000_000, "EUR"))
+    assert cost == {"currency": "EUR", "slot_hour": 3.0, "at_most": 24.0, "likely": 12.0}
+    assert cost_text(cost) == "That costs about 12.00 EUR (at worst 24.00 EUR)."
+    unknown = training_cost(
+        {"seconds_at_most": None, "seconds_likely": None}, 4, Rate(3_000_000, "EUR")
+    )
+    assert unknown == {"currency": "EUR", "slot_hour": 3.0, "at_most": None, "likely": None}
+    assert training_cost(None, 4, Rate(3_000_000, "EUR")) == unknown
+    assert training_cost(time, 4, None) is None
+    for nothing in (None, unknown):
+        assert cost_text(nothing) is None
 
 
 @pytest.mark.parametrize(("more", "told"), [(0, False), (1, True)])
@@ -425,6 +437,10 @@ def test_a_host_that_cannot_pin_what_would_fit_the_gpu_is_named(more: int, told:
         ),
         ({"method": {"type": "kto"}}, " A mismatched answer for each one is a forward more"),
         (
+            {"method": {"type": "kto", "kto": {"hyperparameters": {"loss_type": UNPAIRED}}}},
+            "0.5 times as long as a first pass over these answers; that of a step does not.",
+        ),
+        (
             {"method": {"type": "distillation", "distillation": {"with_context": "x"}}},
             "Each step has a forward of the teacher, without gradients",
         ),
@@ -446,8 +462,7 @@ def test_a_host_that_cannot_pin_what_would_fit_the_gpu_is_named(more: int, told:
 def test_what_comes_on_top_of_steps_is_said(options: dict[str, Any], said: str) -> None:
     hints = made_plan(**options).hints
     assert [said in hint for hint in hints].count(True) == 1, hints
-    if options["method"]["type"] != "kto":
-        assert "mismatched" not in " ".join(hints)
+    assert ("mismatched" in " ".join(hints)) is (options["method"] == {"type": "kto"})
     assert made_plan().hints == ()
     assert made_plan(replace(GPU, memory=None), **options).hints == ()
 

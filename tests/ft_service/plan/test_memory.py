@@ -13,12 +13,12 @@ from ft_service.plan.machines import GIB, MACHINES, Machine, find_machine
 from ft_service.plan.memory import (
     MicroBatches,
     RankBytes,
+    job_attends_by_cudnn,
     multiplied_in_fp8,
     planned_micro_batches,
     rank_bytes,
 )
 from ft_service.plan.weight_storage import ShardedJob, ShardLayout
-from ft_service.spec.options import LoraOptions
 from ft_service.spec.teachers import TeacherRef
 from tests.support.bases import LLAMA_8B, describe, llama_shapes, plan_of, save_base, spec_on
 from tests.support.plans import made_base, made_job, plan_8b, sections
@@ -463,26 +463,48 @@ def test_attention_by_cudnn_needs_most_in_a_backward_of_narrow_feed_forwards(
 
 
 @pytest.mark.parametrize(
-    ("inner", "machine", "norms"), [(512, CARD, 4), (16, CARD, 4), (16, SLOW, 4), (512, KERNELS, 2)]
+    ("options", "padded", "attends"),
+    [
+        ({"compute": "bf16"}, None, True),
+        ({"compute": "bf16"}, "it mixes", False),
+        ({"compute": "bf16", "compile": True}, None, False),
+        ({"compute": "bf16", "packing": False}, None, False),
+        ({"compute": "fp32"}, None, False),
+    ],
+)
+def test_only_packed_rows_in_bf16_that_nothing_compiles_are_left_to_cudnn(
+    options: dict[str, Any], padded: str | None, attends: bool
+) -> None:
+    job = made_job(made_base(padded_because=padded), **sections(**options))
+    assert job_attends_by_cudnn(job, replace(CARD, by_cudnn=True), 5000, 500) is attends
+    assert not job_attends_by_cudnn(job, CARD, 5000, 500)
+
+
+@pytest.mark.parametrize(
+    ("inner", "machine", "norms", "ranks"),
+    [(512, CARD, 4, 1), (16, CARD, 4, 1), (16, SLOW, 4, 1), (512, KERNELS, 2, 1), (16, CARD, 4, 4)],
 )
 def test_the_backward_of_long_samples_has_a_tile_of_a_feed_forward_or_attention(
-    inner: int, machine: Machine, norms: int
+    inner: int, machine: Machine, norms: int, ranks: int
 ) -> None:
     """Of 10,000 tokens in two tiles; `norms`: bytes of a number that a norm keeps."""
     tokens, norm, gate = 10_000, norms * H, 3 if machine.fuses else 4
     tiled: dict[str, Any] = {"row_wise": tuple(f"model.layers.{n}.mlp" for n in range(L))}
     base = made_base(inner=inner, dimensions={"fused": FUSED}, **tiled)
-    batches = MicroBatches(1, 1, tokens, tokens, tokens)
-    rank = made_bytes(base, machine, batches, precision={"compute": "bf16", "default": "nf4"})
+    batches = MicroBatches(1, 1, tokens, tokens, tokens, ranks)
+    options = sections(compute="bf16", default="nf4", context_parallel=ranks)
+    rank = made_bytes(base, machine, batches, ranks, **options)
+    sent = 32 * (4 + 2 * 4) if ranks == 4 else 0
     outside = 2 * (norm + 4) + 2 * INPUT + ATTENTION + 2 * R
+    outside += 2 * (sent - 2 * KV) if ranks == 4 else 0
     product = 2 * inner + (4 * inner if machine is SLOW else 0)
     in_tile = 2 * gate * inner + max(2 * 2 * inner, product) + 2 * INPUT
     largest = 2 * H * max(inner, Q)
     feed_forward = tokens * (outside + 2 * INPUT) + 5000 * in_tile + largest
     flash = 0 if machine.shared_memory else tokens * (4 * Q + 2 * 2 * Q)
-    attention = tokens * (outside - norm + 2 * 2 * (Q + KV)) + flash
+    attention = tokens * (outside - norm + 2 * 2 * (Q + KV) + 3 * 2 * sent) + flash
     assert (feed_forward > attention) is (inner == 512)
-    casts = 2 * L * 4 * (2 * (Q + H) + 2 * (KV + H) + 3 * (inner + H))
+    casts = (ranks == 1) * 2 * L * 4 * (2 * (Q + H) + 2 * (KV + H) + 3 * (inner + H))
     same = tokens * norm if norm == INPUT else 0
     beside = max(feed_forward, attention) - same + casts // L
     assert {m: both[1] for m, both in peaks(rank, "tiled", "offload").items()} == {
@@ -622,13 +644,6 @@ def test_a_teaching_base_is_stored_and_gathered_beside_the_job_s() -> None:
     assert taught.teacher == 2 * (2 * 500 * 32 + 32 + 2 * layer) // 2
     assert alone.teacher == 0
     assert taught.gather - alone.gather == 2 * (500 * 32 + 32) + 2 * 2 * layer
-    tuned = taught_job(base)
-    assert tuned.spec.loss is not None
-    ref = TeacherRef(kind="adapter", name="t", path="/t", lora=LoraOptions(r=3))
-    spec = tuned.spec.model_copy(
-        update={"loss": tuned.spec.loss.model_copy(update={"teacher": ref})}
-    )
-    assert rank_bytes(replace(tuned, spec=spec), BATCHES, CARD).teacher == 2 * 3 * L * A // 4
 
 
 PAIRS = {"method": {"type": "dpo"}}

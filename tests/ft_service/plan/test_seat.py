@@ -226,10 +226,11 @@ def test_the_largest_of_different_seats_decide() -> None:
 def test_jobs_of_different_steps_wait_for_the_slowest_of_each_kind() -> None:
     """Together 10 steps, then 10 of the second alone, each with its start in the ranks' time."""
     quick = Speed(1.0, 0.5, 0.1, 0.3, 0.45, 0.2)
-    slow = Speed(1.0, 1.0, 0.2, 0.6, 0.9, 0.3)
+    slow = Speed(1.0, 1.0, 0.2, 0.6, 0.85, 0.3)
     found = engine_seconds([(slow, 20.0), (quick, 5.0)], 2)
-    together = max(0.1 + 0.2 + 0.6, 0.9, 0.5)
-    assert found == pytest.approx(10.0 + 2 * 2.7 + 10 * together + 10 * 0.9)
+    assert found == pytest.approx(10.0 + 2 * 2.7 + 10 * (0.1 + 0.2 + 0.6) + 10 * 0.85)
+    wired = engine_seconds([(slow, 20.0), (replace(quick, wire_seconds=2.0), 5.0)], 2)
+    assert wired == pytest.approx(10.0 + 2 * 2.7 + 10 * 2.0 + 10 * 0.85)
     launched = [(replace(one, launch_seconds=0.7), 10 * one.step_seconds) for one in (quick, slow)]
     assert engine_seconds(launched, 2) == pytest.approx(10.0 + 2 * 2.7 + 10 * 1.4)
     assert engine_seconds([], 2) == START_SECONDS

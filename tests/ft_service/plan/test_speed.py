@@ -204,7 +204,7 @@ def test_the_arithmetic_of_a_token_has_every_product_that_it_meets(
     flops: tuple[int, int, int, int],
     checkpointed: bool,
 ) -> None:
-    """`flops`: numbers of matrices and head, of adapters, of scores, and FLOP of what comes on top."""
+    """`flops`: numbers of matrices and head, of adapters, of scores; FLOP of what comes on top."""
     job = made_job(made_base(**base), lora={**R4["lora"], **lora})
     matrices, adapters, scores, top = flops
     again = 2 * (matrices - HEAD + adapters + scores) if checkpointed else 0

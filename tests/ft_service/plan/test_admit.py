@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ from ft_service.errors import SpecError
 from ft_service.plan.admit import admit, settle_counted
 from ft_service.plan.job import plan_job
 from ft_service.plan.machines import GIB, MACHINES, Machine
+from ft_service.plan.plan_text import change_text, summary
 from ft_service.plan.sample_lengths import SampleLengths
+from ft_service.plan.speed import TrainingWork
 from tests.support.bases import LLAMA_8B, describe, save_fp8_index
 from tests.support.cluster_settings import cluster_settings
-from tests.support.plans import open_spec
+from tests.support.plans import made_base, made_job, open_spec, sections
 
 
 def test_a_job_that_cannot_fit_is_refused_with_what_to_change(tmp_path: Path) -> None:
@@ -77,3 +81,55 @@ def test_jobs_of_pods_may_share_an_engine_once_the_memory_of_a_rank_is_known(
     counted = settle_counted(base, first.spec, machine, SampleLengths(4000, 200, 40))
     assert bool(options_left_open(counted.spec)) is not shares
     assert (share_key(counted.spec, counted.seat) is not None) is shares
+
+
+GPU = Machine("gpu", 100 * GIB, flops=1e12, memory_bandwidth=1e9, link_bandwidth=1e10)
+
+
+def test_a_prompt_that_shows_an_image_needs_a_base_that_sees_it() -> None:
+    spec = made_job(made_base()).spec
+    shown = [SimpleNamespace(shows_images=shows) for shows in (False, True)]
+    seen = spec.model_copy(update={"evaluation": SimpleNamespace(given=shown)})
+    with pytest.raises(
+        SpecError, match=r"prompt 2 shows an image.*it is a text model\. "
+    ) as refused:
+        admit(made_base(), seen, GPU)
+    assert refused.value.param == "evaluation.prompts"
+    assert admit(made_base(), spec, GPU).seat is not None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "basis", "length", "tokens"),
+    [
+        (None, "This is for samples of training.max_length tokens.", 200, None),
+        (SampleLengths(900), "This is for samples of training.max_length tokens.", 200, 3 * 900),
+        (SampleLengths(900, 9, 150), "This is by the lengths of its samples.", 100, 3 * 900),
+    ],
+)
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_first_event_is_the_plan_by_what_is_known_of_the_samples(
+    lengths: SampleLengths | None, basis: str, length: int, tokens: int | None, fits: bool
+) -> None:
+    given = sections(max_length=200, batch_size=4, tokens_per_micro_batch=800, n_epochs=3, r=65)
+    given |= sections(default="bf16")
+    base = made_base()
+    spec = made_job(base, **given).spec
+    plan = plan_job(base, spec, GPU, lengths)
+    less = replace(GPU, memory=int((plan.rank.resident + plan.rank.total) / 2 / 0.94))
+    machine = GPU if fits else less
+    plan = plan_job(base, spec, machine, lengths)
+    admitted = admit(base, spec, machine, lengths)
+    ways = "; ".join(change_text(change) for change in plan.changes if change.fits)
+    assert bool(ways) is not fits
+    text = " ".join(filter(None, (summary(plan), basis, ways)))
+    assert admitted.events[0] == ("info" if fits else "warn", text)
+    assert [level for level, _ in admitted.events[1:]] == ["warn"] * len(plan.warnings)
+    cost = plan.likely or plan
+    assert cost.batches.length == length
+    assert cost.speed is not None
+    assert admitted.work == (
+        None
+        if tokens is None
+        else TrainingWork(tokens * cost.flops_per_token, tokens / cost.speed.tokens_per_second)
+    )
+    assert (admitted.seat, admitted.spec.training) == (plan.seat, spec.training)

@@ -2,18 +2,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ft_service.data.statistics import Measure
 from ft_service.errors import SpecError
 from ft_service.host.processor import Products, processor_kind, slow_bf16_advice
-from ft_service.plan.auto_options import Ranks, keep_choices
+from ft_service.plan.auto_options import Ranks, is_settled, keep_choices, settle
 from ft_service.plan.machines import GIB, MACHINES, Machine, machine_of_gpu, measured
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.spec import DataFileRef
+from ft_service.wording import bytes_text
 from tests.support.bases import LLAMA_8B, plan_of, save_base, settle_for, spec_on
-from tests.support.plans import AUTO, CHATS, HOST, MACHINE, open_spec
+from tests.support.plans import AUTO, CHATS, HOST, MACHINE, made_base, open_spec, sections
 
 
 def test_who_knows_better_chooses_again_but_for_the_format(tmp_path: Path) -> None:
@@ -201,3 +203,64 @@ def test_the_speed_of_a_processor_is_that_of_its_products_if_they_were_measured(
     elsewhere = replace(products, kind="another")
     assert measured(HOST, elsewhere) == HOST, "measured on another host, which shares the cache"
     assert measured(MACHINES["H100"], products) == MACHINES["H100"]
+
+
+GPU = Machine("gpu", 100 * GIB, flops=1e12, memory_bandwidth=1e9, link_bandwidth=1e10)
+NONE_FITS = replace(GPU, memory=1000)
+WEIGHTS = 2 * (2 * 1000 * 64 + 64 + 3 * (2 * 128 * 64 + 2 * 64 * 64 + 3 * 512 * 64))
+
+
+@pytest.mark.parametrize(
+    ("machine", "ranks", "changes", "why"),
+    [
+        (
+            *(GPU, 2, {}),
+            {
+                "replicate": f"on every rank, {bytes_text(WEIGHTS)}, so that nothing is gathered",
+                "context_parallel": "a sample of 200 tokens fits on one rank",
+                "activation_checkpointing": ", and fit",
+                "tokens_per_micro_batch": "one micro-batch holds the whole step",
+            },
+        ),
+        (
+            *(NONE_FITS, 2, {"whole_because": "it mixes"}),
+            {
+                "context_parallel": "sharing samples does not help",
+                "replicate": f"{bytes_text(WEIGHTS // 2)} of the base each: the fastest that fits",
+                "activation_checkpointing": "more than the 940 B that there are; 128.00 MiB of "
+                "host memory are pinned per rank",
+            },
+        ),
+        (NONE_FITS, 2, {}, {"context_parallel": "least memory for samples of 200 tokens"}),
+        (GPU, 1, {}, {"replicate": "one rank"}),
+    ],
+)
+def test_why_a_setting_was_taken(
+    machine: Machine, ranks: int, changes: dict[str, Any], why: dict[str, str]
+) -> None:
+    auto = dict.fromkeys(("replicate", "context_parallel", "activation_checkpointing"), "auto")
+    options = sections(max_length=200, batch_size=4, compute="bf16", default="bf16", **auto)
+    chosen = settle(made_base(**changes), spec_on(Path("/made"), ranks, **options), machine)
+    found = {option.split(".")[1]: reason for option, reason in chosen.spec.chosen.items()}
+    for option, text in why.items():
+        assert found[option].endswith(text), found
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "again"),
+    [
+        (None, None, False),
+        (SampleLengths(1000), None, False),
+        (SampleLengths(1000, 0), None, False),
+        (SampleLengths(1000, 10), None, True),
+        (None, Ranks(4, 1), True),
+        (None, Ranks(2, 1), False),
+    ],
+)
+def test_what_was_chosen_is_open_again_for_other_ranks_and_counted_samples(
+    lengths: SampleLengths | None, ranks: Ranks | None, again: bool
+) -> None:
+    spec = spec_on(Path("/made"), 2, distributed=AUTO, training={"max_length": 200})
+    settled = settle(made_base(), spec, GPU).spec
+    assert is_settled(settled, lengths, ranks) is not again
+    assert not is_settled(spec, lengths, ranks)

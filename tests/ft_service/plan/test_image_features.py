@@ -8,28 +8,17 @@ from typing import Any
 
 import pytest
 
-from ft_service.bases.description import ImageFacts
+from ft_service.bases.description import Description, ImageFacts
 from ft_service.errors import SpecError
 from ft_service.kernel_limits import span_bytes, spans_at_once
 from ft_service.plan.image_features import features_bytes, note_on_images
 from ft_service.plan.job import plan_job
 from ft_service.plan.machines import MACHINES
 from ft_service.plan.weight_storage import ShardLayout, adapters_of
-from tests.support.bases import describe
+from ft_service.wording import bytes_text
+from tests.support.bases import describe, spec_on
+from tests.support.plans import made_base
 from tests.support.training.models import save_chat_base, spec_for
-
-
-def test_pictures_that_see_both_ways_take_room_beside_attention(tmp_path: Path) -> None:
-    folder = save_chat_base(tmp_path / "base")
-    text = describe(str(folder))
-    spec = spec_for(folder, training={"tokens_per_micro_batch": 4096})
-    causal = replace(text, images=ImageFacts(5, 1, 100))
-    two_way = replace(text, images=ImageFacts(5, 1, 100, ("full_attention",)))
-    assert features_bytes(causal, 10, "bf16") == 10 * 2 * text.dimensions.hidden * 2
-    assert "both directions" not in note_on_images(causal, spec, 4, 1024)
-    heads = text.dimensions.heads
-    assert span_bytes(4096, 256, heads) == 16 * heads * min(16, 2**24 // (heads * 2**16)) * 2**16
-    assert "both directions" in note_on_images(two_way, spec, 4, 1024)
 
 
 def test_one_picture_may_have_more_scores_than_are_made_at_once() -> None:
@@ -70,3 +59,66 @@ def test_what_adapters_of_a_tower_cannot_have_is_refused(
     with pytest.raises(SpecError) as refused:
         adapters_of(base, spec)
     assert refused.value.param == f"lora.{next(iter(option))}"
+
+
+@pytest.mark.parametrize(("compute", "number"), [("bf16", 2), ("fp32", 4)])
+def test_features_are_kept_for_the_input_and_each_early_layer(compute: str, number: int) -> None:
+    base = made_base(images=ImageFacts(5, 3, 100))
+    assert features_bytes(base, 10, compute) == 10 * (1 + 3) * 64 * number
+    with pytest.raises(SpecError, match="does not learn from images"):
+        features_bytes(made_base(), 10, compute)
+
+
+def note(base: Description, images: int, tokens: int, **options: Any) -> str:
+    precision = {"compute": "bf16"}
+    spec = spec_on(Path("/made"), options.pop("ranks", 1), precision=precision, **options)
+    return note_on_images(base, spec, images, tokens)
+
+
+@pytest.mark.parametrize(
+    ("budget", "images", "tokens", "spans"),
+    [
+        # 4 heads: 16 bytes a score of pictures of 256 tokens, as many as there are in a row
+        (1024, 4, 1021, 16 * 4 * 4 * 256**2),
+        ("auto", 4, 1021, 16 * 4 * 2 * 256**2),
+        (1024, 0, 600, 16 * 4 * 2 * 600**2),
+    ],
+)
+def test_what_is_said_of_images_has_all_their_bytes(
+    budget: int | str, images: int, tokens: int, spans: int
+) -> None:
+    training = {"tokens_per_micro_batch": budget, "max_length": 512}
+    tower, kept = bytes_text(4 * 5000), bytes_text(tokens * 64 * 2)
+    causal, two_way = (
+        note(made_base(images=ImageFacts(5, 0, 5000, ways)), images, tokens, training=training)
+        for ways in ((), ("full_attention",))
+    )
+    assert causal == (
+        f"The base's tower ({tower} a rank, before the model is loaded) looks at "
+        f"{images} images once; the features of their {tokens:,} tokens take up to {kept} in the "
+        "run directory until the job has succeeded. If that is more than half of its free disk, "
+        "the tower stays on every rank and looks at each micro-batch's images anew."
+    )
+    assert two_way == causal + (
+        " In layers where the tokens of an image see each other in both directions, attention "
+        f"works in up to {bytes_text(spans)} more."
+    )
+    linears: dict[str, Any] = {"tower_linears": {"visual.qkv": (30, 10), "visual.o": (3, 1)}}
+    base = made_base(images=ImageFacts(5, 0, 5000), **linears)
+    lora = {"target_modules": ["q_proj", "qkv", "o"]}
+    assert note(base, 1, tokens, lora=lora) == (
+        "lora.target_modules names 2 layers of the base's tower: it is trained whole on every rank "
+        f"({tower} beside the model, and what its layers make of a micro-batch's images), and "
+        "looks at each of the 1 image in every epoch."
+    )
+
+
+def test_samples_with_images_are_not_shared_unless_the_service_chose_it_before() -> None:
+    base = made_base(images=ImageFacts(5, 0, 5000))
+    shared: dict[str, Any] = {"ranks": 2, "distributed": {"context_parallel": 2}}
+    with pytest.raises(SpecError) as refused:
+        note(base, 1, 1, **shared)
+    assert refused.value.param == "distributed.context_parallel"
+    spec = spec_on(Path("/made"), 2, distributed={"context_parallel": 2})
+    chosen = spec.model_copy(update={"chosen": {"distributed.context_parallel": "why"}})
+    assert note_on_images(base, chosen, 1, 1)

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from ft_service.plan.job import Plan
-from ft_service.plan.long_samples import beside_copies
+from ft_service.plan.long_samples import (
+    LayerBytes,
+    backward_by_tiles,
+    beside_copies,
+    copy_seconds,
+)
 from ft_service.plan.machines import GIB, MACHINES, Machine
 from tests.support.bases import plan_of
 from tests.support.plans import HOST, open_spec
@@ -94,3 +99,45 @@ def test_a_processor_has_no_other_memory_to_put_inputs_into(tmp_path: Path) -> N
     plan = planned(tmp_path, replace(HOST, memory=64 * GIB), 200_000)
     [chosen] = [why for why in plan.chosen if why.startswith("distributed.activation_ch")]
     assert chosen.split()[1] == "tiled"
+
+
+LAYER = LayerBytes(
+    kept=1000,
+    inner=700,
+    hidden=10,
+    norm=20,
+    q=30,
+    kv=15,
+    inner_needed=400,
+    inner_product=100,
+    outer_product=50,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "of_attention", "dequantised", "most"),
+    [
+        ({}, 100, 0, 7, 100 * (300 + 20) + 100 * (700 + 400 + 20) + 7),
+        ({"inner_product": 500}, 100, 0, 7, 100 * (300 + 20) + 100 * (700 + 500 + 20) + 7),
+        # three tiles, as even as they can be
+        ({}, 20_000, 0, 7, 20_000 * 320 + 6667 * 1120 + 7),
+        ({}, 100, 10**6, 7, 100 * (300 - 20 + 2 * (30 + 15)) + 10**6),
+        (
+            {"inner": 990, "inner_needed": 0, "outer_product": 5000, "hidden": 1},
+            8192 * 9,
+            0,
+            7,
+            8192 * 9 * (3 * 1 + 20 + 30 + 2 * 15 + 5000) + 7,
+        ),
+    ],
+)
+def test_the_most_of_a_layer_s_backward_by_tiles(
+    changes: dict[str, int], tokens: int, of_attention: int, dequantised: int, most: int
+) -> None:
+    """In a tile of its feed-forward, in attention, or in a product beside it."""
+    layer = replace(LAYER, **changes)
+    assert backward_by_tiles(layer, tokens, of_attention, dequantised) == most
+
+
+def test_a_copy_takes_its_bytes_at_the_rate_that_a_link_reaches() -> None:
+    assert copy_seconds(Machine("x", None, host_bandwidth=50.0), 80) == pytest.approx(2.0)

@@ -2,16 +2,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from ft_service.errors import SpecError
+from ft_service.host.processor import Products, processor_kind
 from ft_service.plan import machines
 from ft_service.plan.machines import (
     GIB,
     MACHINES,
     Machine,
     find_machine,
+    host_cpu,
+    machine_of_gpu,
     machine_of_model,
+    measured,
+    ranks_per_host,
+    this_host,
     usable_bytes,
     usable_host_bytes,
 )
@@ -119,14 +128,6 @@ def test_what_computes_on_a_card_and_how_fast_it_reads_its_host_go_by_its_kind(
     assert (machine.shared_memory, machine.heap_factor, machine.rank_memory) == (False, 1.0, 0)
 
 
-def test_the_table_has_each_card_under_its_name_with_all_figures() -> None:
-    for name, machine in MACHINES.items():
-        assert machine.name == name
-        assert machine.memory is not None
-        assert machine.link_bandwidth is not None
-        assert machine.memory_bandwidth is not None
-
-
 def test_fp8_is_twice_as_fast_as_bf16_where_there_is_any() -> None:
     """So it is on every data sheet: sparse figures, which are twice as high, are easily taken for
     it.
@@ -196,3 +197,67 @@ def test_of_memory_that_is_not_known_nothing_is_said_and_of_any_other_a_part(
     assert usable_bytes(replace(gpu, shared_memory=True), spec) == int((25 + 10) * 0.94)
     assert usable_host_bytes(replace(gpu, host_memory=None), spec) is None
     assert usable_host_bytes(gpu, spec) == int((250 + 10) * 0.8)
+
+
+def test_the_figures_of_every_card_are_of_the_size_of_data_sheets() -> None:
+    """A figure in another unit, or a product that became a quotient, is far outside."""
+    for name, machine in MACHINES.items():
+        assert machine.name == name
+        figures = (machine.memory, machine.flops, machine.memory_bandwidth, machine.link_bandwidth)
+        memory, flops, bandwidth, link = (figure or 0 for figure in figures)
+        assert 14 * GIB < memory < 300 * GIB, name
+        assert 8e12 <= flops <= 2.3e15, name
+        assert 3e11 <= bandwidth <= 8e12, name
+        assert 1.6e10 <= link <= 9e11, name
+
+
+PRODUCTS = Products(processor_kind(), 4e10, 1e10, True)
+
+
+def test_a_processor_is_what_was_measured_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "memory_bytes", lambda: 7 * GIB)
+    host = host_cpu()
+    assert (
+        find_machine("CPU")
+        == host
+        == Machine("cpu", 7 * GIB, 75e9, 2.5e9, 1e9, shared_memory=True, heap_factor=1.4)
+    )
+    found = measured(host, PRODUCTS)
+    assert found == replace(host, flops=4e10, products=PRODUCTS)
+    assert (found.flops_in("bf16"), found.flops_in("fp32")) == (1e10, 4e10)
+    assert (host.flops_in("bf16"), host.flops_in("fp32")) == (75e9, 75e9)
+    gpu = MACHINES["H100"]
+    assert (gpu.flops_in("bf16"), gpu.flops_in("fp32")) == (989e12, None)
+    for machine, products in (
+        (host, None),
+        (gpu, PRODUCTS),
+        (host, replace(PRODUCTS, kind="another")),
+    ):
+        assert measured(machine, products) is machine
+    assert (found.slow_in_bf16, host.slow_in_bf16) == (PRODUCTS, None)
+    assert measured(host, replace(PRODUCTS, bf16_flops=8e10)).slow_in_bf16 is None
+    monkeypatch.setattr(machines, "gpu_count", lambda: 0)
+    assert this_host() == host
+    part = machine_of_gpu("NVIDIA H100 80GB HBM3", 10 * GIB)
+    assert part == replace(gpu, memory=10 * GIB, host_memory=7 * GIB)
+    assert machine_of_gpu("", 1) == Machine("unknown GPU", 1, host_memory=7 * GIB)
+    monkeypatch.setattr(machines, "gpu_count", lambda: 1)
+    none = Path("/nowhere")
+    assert this_host(none, none, lambda: ["NVIDIA L4"]) == replace(
+        MACHINES["L4"], host_memory=7 * GIB
+    )
+
+
+def test_a_machine_that_is_not_known_is_refused_with_those_that_are() -> None:
+    with pytest.raises(SpecError, match=r"'RTX-5080': not known\..*RTX-3090, cpu; ") as refused:
+        find_machine("RTX-5080")
+    assert refused.value.param == "hardware"
+    with pytest.raises(SpecError, match="not known"):
+        find_machine("NVIDIA RTX 4090 Max-Q")
+    assert machine_of_model("NVIDIA RTX 4090 Max").name == "RTX-4090"
+
+
+@pytest.mark.parametrize(("ranks", "nodes", "per_host"), [(6, 2, 3), (4, 1, 4), (1, 2, 1)])
+def test_ranks_of_a_host_are_its_share_of_all(ranks: int, nodes: int, per_host: int) -> None:
+    spec: Any = SimpleNamespace(world_size=ranks, distributed=SimpleNamespace(nnodes=nodes))
+    assert ranks_per_host(spec) == per_host

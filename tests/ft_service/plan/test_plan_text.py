@@ -299,3 +299,18 @@ def test_a_seat_says_its_room_and_what_two_gain() -> None:
         "base; two such jobs at once are 1.2 times as fast as one by one."
     )
     assert "of 0 B beside the base" in lines(seat=replace(SEAT, room=-5))[-1]
+
+
+def test_of_another_mode_s_bytes_those_that_differ_are_listed_and_empty_rows_are_left_out() -> None:
+    by_mode = {"none": 9 * MIB, "full": 8 * MIB, "tiled": 8 * MIB, "offload": 0}
+    rank = replace(RANK, activations_by_mode=by_mode, host=3 * MIB, heap_factor=2.0)
+    table = memory_table(plan(rank=rank))
+    assert [row for row in table if row[0].startswith("  with")] == [
+        ("  with activation_checkpointing: full", "8.00 MiB")
+    ]
+    live = f"{rank.live / MIB:.2f} MiB"
+    assert table[-3:] == [
+        ("the allocator's gaps", live),
+        ("total", f"{2 * rank.live / MIB:.2f} MiB"),
+        ("layers' inputs, beside it in pinned host memory", "3.00 MiB"),
+    ]

@@ -5,10 +5,7 @@ from typing import Any
 
 from ft_service.money import Rate
 from ft_service.plan.job import training_cost
-from ft_service.plan.plan_text import cost_text
 from ft_service.plan.ranking import Choice, ranked
-
-RATE = Rate(3_000_000, "EUR")
 
 
 def choice(name: str, *, fits: bool | None, seconds: float | None, price: int | None) -> Choice:
@@ -33,16 +30,3 @@ def test_money_comes_before_time_and_what_fits_before_all() -> None:
     assert names[:5] == ["cheap", "dear", "fast", "slow", "timeless"]
     assert set(names[5:]) == {"small", "unknown", "refused"}
     assert names[-1] == "refused"
-
-
-def test_what_a_plan_costs() -> None:
-    time = {"seconds_at_most": 7200.0, "seconds_likely": 3600.0}
-    cost = training_cost(time, 4, RATE)
-    assert cost == {"currency": "EUR", "slot_hour": 3.0, "at_most": 24.0, "likely": 12.0}
-    assert cost_text(cost) == "That costs about 12.00 EUR (at worst 24.00 EUR)."
-    unknown = training_cost({"seconds_at_most": None, "seconds_likely": None}, 4, RATE)
-    assert unknown == {"currency": "EUR", "slot_hour": 3.0, "at_most": None, "likely": None}
-    assert training_cost(None, 4, RATE) == unknown
-    assert training_cost(time, 4, None) is None
-    for nothing in (None, unknown):
-        assert cost_text(nothing) is None

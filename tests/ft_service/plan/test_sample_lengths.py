@@ -78,3 +78,28 @@ def test_prompts_that_were_not_counted_get_their_answers_once_an_epoch(
         longest_rollout=10,
     )
     assert SampleLengths(3 * PROMPT_TOKENS, samples).of_training(spec) == tokens
+
+
+@pytest.mark.parametrize(("image_tokens", "longest"), [(0, 0), (1, 9)])
+def test_lengths_are_those_that_were_counted(image_tokens: int, longest: int) -> None:
+    counts = Counts(samples=3, tokens=10, longest=longest, image_tokens=image_tokens)
+    found = SampleLengths.counted(counts)
+    assert found == SampleLengths(10, 3, longest or None, with_images=image_tokens > 0)
+    assert found.mean == 4
+
+
+@pytest.mark.parametrize(
+    ("context", "pairs", "lengths"),
+    [
+        (None, 0, SampleLengths(41, 5, 7)),
+        (None, 3, SampleLengths(41, 10, 7)),
+        ("x", 3, SampleLengths(21, 5, 7)),
+    ],
+)
+def test_lengths_of_data_leave_out_what_is_set_aside_and_take_the_mean_of_student_and_teacher(
+    context: str | None, pairs: int, lengths: SampleLengths
+) -> None:
+    counts = Counts(samples=9, tokens=99, longest=7, pairs=pairs)
+    statistics: Any = SimpleNamespace(items=5, training=SimpleNamespace(tokens=41))
+    spec: Any = SimpleNamespace(context=context)
+    assert SampleLengths.of_data(counts, statistics, spec) == lengths

@@ -9,10 +9,19 @@ import pytest
 from ft_service.engines.sharing import WORTH_GAIN
 from ft_service.plan.job import Plan
 from ft_service.plan.machines import MACHINES, Machine
-from ft_service.plan.seat import SEAT_SECONDS, START_SECONDS, engine_seconds, lanes_of, sharing_gain
+from ft_service.plan.memory import RankBytes
+from ft_service.plan.seat import (
+    SEAT_SECONDS,
+    START_SECONDS,
+    engine_seconds,
+    lanes_of,
+    seat_size,
+    seconds_alone,
+    sharing_gain,
+)
 from ft_service.plan.speed import Speed
 from ft_service.rundir.engine import SeatSize
-from tests.support.plans import H100, open_spec, plan_8b
+from tests.support.plans import H100, made_base, made_job, plan_8b
 
 QLORA: dict[str, Any] = {
     "precision": {"default": "nf4"},
@@ -38,32 +47,6 @@ def sharded(tmp_path: Path, ranks: int = 2, machine: Machine = H100, **options: 
     return plan_8b(tmp_path, ranks, machine, **options)
 
 
-def test_a_seat_holds_the_adapters_sharded_whole_and_with_the_sums_of_their_gradients(
-    tmp_path: Path,
-) -> None:
-    its_plan = sharded(tmp_path)
-    adapters = its_plan.adapter_parameters
-    masters_gradients_and_moments = 4 * 4 * adapters // 2
-    whole_and_sums = (2 + 4) * adapters
-    assert its_plan.seat.held == pytest.approx(
-        masters_gradients_and_moments + whole_and_sums, rel=1e-3
-    )
-
-
-def test_where_nothing_is_sharded_lanes_compute_with_the_masters_themselves(tmp_path: Path) -> None:
-    its_plan = sharded(tmp_path, ranks=1)
-    assert its_plan.seat.held == pytest.approx(4 * 4 * its_plan.adapter_parameters, rel=1e-3)
-
-
-def test_the_base_is_held_once_with_the_dequantised_weights_of_a_layer(tmp_path: Path) -> None:
-    its_plan = sharded(tmp_path)
-    assert its_plan.memory is not None
-    assert its_plan.seat.room is not None
-    layer = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
-    base = sum(its_plan.rank.base.values()) + its_plan.rank.gather + layer
-    assert its_plan.seat.room == its_plan.memory - base
-
-
 def test_a_micro_batch_takes_what_it_takes_alone_and_a_shorter_one_its_part(tmp_path: Path) -> None:
     its_plan = sharded(tmp_path)
     rank = its_plan.rank
@@ -73,14 +56,6 @@ def test_a_micro_batch_takes_what_it_takes_alone_and_a_shorter_one_its_part(tmp_
     assert seat.passing == max(rank.logits, rank.workspace)
     assert seat.batch_bytes(8192) == (seat.batch, seat.passing)
     assert seat.batch_bytes(1024) == pytest.approx((seat.batch / 8, seat.passing / 8), rel=1e-6)
-
-
-def test_selective_checkpointing_is_full_in_an_engine(tmp_path: Path) -> None:
-    full, selective = (
-        sharded(tmp_path, distributed={"activation_checkpointing": mode}).seat.batch
-        for mode in ("full", "selective")
-    )
-    assert full == selective
 
 
 @pytest.mark.parametrize(
@@ -131,20 +106,6 @@ def test_the_seconds_of_an_engine_are_those_of_its_rounds() -> None:
     assert in_turn == pytest.approx(24 + 8 + 8)
 
 
-def test_a_round_takes_what_fits_its_tokens_and_its_memory(tmp_path: Path) -> None:
-    spec = open_spec(tmp_path, "8b", training={"tokens_per_micro_batch": 8192})
-    seat = SeatSize(held=10, batch=1000, batch_tokens=8192, room=None, gain=None, passing=200)
-    assert [lanes_of([seat] * 8, tokens, spec) for tokens in (100, 1024, 3000, 8192)] == [
-        8,
-        8,
-        2,
-        1,
-    ]
-    assert [
-        lanes_of([replace(seat, room=room)] * 4, 1024, spec) for room in (10_000, 40 + 25 + 300, 0)
-    ] == [4, 3, 1]
-
-
 def test_the_gain_of_an_8b_falls_with_the_tokens_of_its_micro_batches(tmp_path: Path) -> None:
     """On a card that takes long to dequantise."""
     card = MACHINES["L4"]
@@ -162,3 +123,115 @@ def test_the_gain_of_an_8b_falls_with_the_tokens_of_its_micro_batches(tmp_path: 
 def test_a_plan_in_json_has_its_seat(tmp_path: Path) -> None:
     its_plan = sharded(tmp_path)
     assert its_plan.as_dict()["seat"]["held"] == its_plan.seat.held
+
+
+ALONE = RankBytes(
+    base={"nf4": 1000, "bf16": 200},
+    adapters=30,
+    gradients=40,
+    optimizer=50,
+    gather=600,
+    accumulation=8,
+    activations=1,
+    activations_by_mode={"none": 90, "full": 10, "tiled": 1},
+    workspace=1,
+    workspace_by_mode={"none": 12, "full": 20, "tiled": 1},
+    host=0,
+    host_by_mode={"none": 0, "full": 0, "tiled": 0},
+    rows=14,
+    logits=16,
+    offloaded=False,
+    heap_factor=1.5,
+)
+ADAPTERS = 3 * 4 * (2 * (128 + 64) + 2 * (64 + 64) + 3 * (512 + 64))
+"""Numbers of those of `made_base` with r = 4."""
+DEQUANTISED = 2 * (2 * 128 * 64 + 2 * 64 * 64 + 3 * 512 * 64)
+"""Bytes of a layer's weights in the compute dtype."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode", "precision", "outside", "kept", "passing", "layer"),
+    [
+        (1, "none", {"default": "nf4"}, 8, 90, 16, DEQUANTISED),
+        (1, "tiled", {"default": "bf16"}, 8, 10, 20, 0),
+        (2, "full", {"default": "fp8"}, (2 + 4) * ADAPTERS, 10, 20, DEQUANTISED),
+        (
+            2,
+            "none",
+            {"default": "bf16", "compute": "fp32", "overrides": {r".*\.1\..*q_proj": "nf4"}},
+            (4 + 4) * ADAPTERS,
+            90,
+            16,
+            4 * 128 * 64,
+        ),
+    ],
+)
+def test_all_bytes_of_a_seat(
+    ranks: int,
+    mode: str,
+    precision: dict[str, Any],
+    outside: int,
+    kept: int,
+    passing: int,
+    layer: int,
+) -> None:
+    """Of what a rank has alone, half as much again for gaps, and the memory of a GPU."""
+    precision = {"compute": "bf16", **precision}
+    distributed = {"activation_checkpointing": mode}
+    job = made_job(made_base(), ranks, precision=precision, distributed=distributed, lora={"r": 4})
+    seat = SeatSize(
+        held=int(1.5 * (30 + 40 + 50 + outside)),
+        batch=int(1.5 * (kept + 14 + passing)),
+        batch_tokens=77,
+        room=94_000_000 - int(1.5 * (1000 + 200 + 600 + layer)),
+        gain=None,
+        passing=int(1.5 * passing),
+    )
+    assert seat_size(job, Machine("x", 100_000_000), ALONE, 77) == seat
+    assert seat_size(job, Machine("x", None), ALONE, 77) == replace(seat, room=None)
+
+
+@pytest.mark.parametrize(
+    ("seats", "tokens", "room", "budget", "lanes"),
+    [
+        # 3 x 10 are held, 200 pass and 800 stay of a micro-batch
+        (3, 8192, 30 + 200 + 2 * 800, 16_384, 2),
+        (3, 8192, 30 + 200 + 2 * 800 - 1, 16_384, 1),
+        (3, 4096, 30 + 100 + 3 * 400, "auto", 2),
+        (3, 2048, 30 + 50 + 3 * 200, "auto", 3),
+        (3, 2048, 30 + 50 + 3 * 200 - 1, "auto", 2),
+        (1, 2048, None, "auto", 1),
+        (5, 2048, None, 10_000, 4),
+        (5, 2048, None, 2047, 1),
+    ],
+)
+def test_one_byte_less_is_a_lane_less(
+    seats: int, tokens: int, room: int | None, budget: int | str, lanes: int
+) -> None:
+    training = {"tokens_per_micro_batch": budget}
+    spec = made_job(made_base(), training=training).spec
+    seat = SeatSize(held=10, batch=1000, batch_tokens=8192, room=room, gain=None, passing=200)
+    assert lanes_of([seat] * seats, tokens, spec) == lanes
+
+
+def test_the_largest_of_different_seats_decide() -> None:
+    spec = made_job(made_base(), training={"tokens_per_micro_batch": 80}).spec
+    one = SeatSize(held=10, batch=50, batch_tokens=10, room=140, gain=None, passing=40)
+    other = SeatSize(held=20, batch=30, batch_tokens=10, room=0, gain=None, passing=0)
+    assert lanes_of([one, other, other], 10, spec) == (140 - 50 - 40) // 30
+    free = SeatSize(held=0, batch=0, batch_tokens=10, room=3, gain=None)
+    assert lanes_of([free] * 4, 10, spec) == 3
+
+
+def test_jobs_of_different_steps_wait_for_the_slowest_of_each_kind() -> None:
+    """Together 10 steps, then 10 of the second alone, each with its start in the ranks' time."""
+    quick = Speed(1.0, 0.5, 0.1, 0.3, 0.45, 0.2)
+    slow = Speed(1.0, 1.0, 0.2, 0.6, 0.85, 0.3)
+    found = engine_seconds([(slow, 20.0), (quick, 5.0)], 2)
+    assert found == pytest.approx(10.0 + 2 * 2.7 + 10 * (0.1 + 0.2 + 0.6) + 10 * 0.85)
+    wired = engine_seconds([(slow, 20.0), (replace(quick, wire_seconds=2.0), 5.0)], 2)
+    assert wired == pytest.approx(10.0 + 2 * 2.7 + 10 * 2.0 + 10 * 0.85)
+    launched = [(replace(one, launch_seconds=0.7), 10 * one.step_seconds) for one in (quick, slow)]
+    assert engine_seconds(launched, 2) == pytest.approx(10.0 + 2 * 2.7 + 10 * 1.4)
+    assert engine_seconds([], 2) == START_SECONDS
+    assert seconds_alone(3.0) == pytest.approx(10.0 + 2.7 + 3.0)

@@ -6,12 +6,25 @@ from typing import Any
 
 import pytest
 
-from ft_service.kernel_limits import served_bytes
 from ft_service.plan.job import plan_job
 from ft_service.plan.machines import EFFICIENCY, EFFICIENCY_BY_CUDNN, MACHINES, Machine
-from ft_service.plan.speed import flops_per_token, sampling_seconds
-from tests.support.bases import LLAMA_8B, describe, llama_shapes, plan_of, save_base, spec_on
-from tests.support.plans import H100, plan_8b
+from ft_service.plan.memory import MicroBatches
+from ft_service.plan.speed import (
+    CollectiveBytes,
+    Speed,
+    TrainingWork,
+    exchange_bytes,
+    flops_per_token,
+    launch_seconds,
+    passes,
+    sampling_seconds,
+    served_seconds,
+    speed_on,
+    whole_training,
+    wire_bytes,
+)
+from tests.support.bases import LLAMA_8B, describe, save_base, spec_on
+from tests.support.plans import H100, made_base, made_job, plan_8b
 from tests.support.rollouts import GRADER
 
 
@@ -27,65 +40,6 @@ def test_adapters_and_arithmetic_of_an_8b_model(tmp_path: Path) -> None:
     assert plan.rank.adapters + plan.rank.gradients + plan.rank.optimizer == pytest.approx(
         16 * 41_943_040, rel=1e-5
     )
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_adapters_of_experts_cost_what_a_token_meets(tmp_path: Path, checkpointing: str) -> None:
-    """Of 128 experts a token meets 8; with all, tokens of Qwen3 30B-A3B would be planned to cost
-    1.47 times as much.
-    """
-    config: dict[str, Any] = {
-        **LLAMA_8B,
-        "hidden_size": 2048,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 32,
-        "head_dim": 128,
-    }
-    config |= {
-        "num_key_value_heads": 4,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 8,
-        "intermediate_size": 768,
-        "model_type": "mixtral",
-    }
-    shapes = {name: shape for name, shape in llama_shapes(config).items() if ".mlp." not in name}
-    for layer in range(2):
-        before = f"model.layers.{layer}.mlp"
-        shapes |= {
-            f"{before}.gate.weight": (128, 2048),
-            f"{before}.experts.gate_up_proj": (128, 1536, 2048),
-        }
-        shapes |= {f"{before}.experts.down_proj": (128, 2048, 768)}
-    folder = save_base(tmp_path, config, shapes)
-    options: dict[str, Any] = {"distributed": {"activation_checkpointing": checkpointing}}
-    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    attention, all_of_them = (
-        plan_of(spec_on(folder, 1, lora={"r": 32, "target_parameters": names}, **options), H100)
-        for names in ([], stacks)
-    )
-    met = 2 * 8 * 32 * ((1536 + 2048) + (2048 + 768))  # layers, experts, r, rows and columns
-    assert all_of_them.adapter_parameters - attention.adapter_parameters == 16 * met
-    assert (
-        all_of_them.flops_per_token - attention.flops_per_token
-        == (6 if checkpointing == "none" else 8) * met
-    )
-
-
-def test_one_micro_batch_gathers_the_layers_twice(tmp_path: Path) -> None:
-    """3.15 GB of NF4 reach each of eight ranks per gather of all layers."""
-    options: dict[str, Any] = {
-        "precision": {"default": "nf4"},
-        "training": {"batch_size": 16, "per_device_train_batch_size": 2},
-    }
-    plan = plan_8b(tmp_path, 8, **options)
-    larger: dict[str, Any] = options | {
-        "training": {"batch_size": 32, "per_device_train_batch_size": 2}
-    }
-    twice = plan_8b(tmp_path, 8, **larger)
-    assert plan.batches.rounds == 1
-    assert 2 * 3.15e9 < plan.wire.gather < 2 * 3.15e9 + 2.2e9  # and embedding, head and adapters
-    assert (twice.wire.gather, twice.wire.reduce) == (2 * plan.wire.gather, plan.wire.reduce)
-    assert plan_8b(tmp_path, 1, **options).wire.total == 0
 
 
 def test_one_h100_trains_8b_at_about_the_measured_rate(tmp_path: Path) -> None:
@@ -117,39 +71,6 @@ def test_products_in_fp8_are_planned_to_be_faster_where_the_gpu_has_them(tmp_pat
     assert fp8.tokens_per_second / bf16.tokens_per_second == pytest.approx(1.28, abs=0.01)
     assert fp8.dequantise_seconds == 0 < dequantised.dequantise_seconds
     assert dequantised.compute_seconds == bf16.compute_seconds
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_rounding_with_the_adapter_costs_a_pass_for_each_forward_and_backward(
-    tmp_path: Path, checkpointing: str
-) -> None:
-    """Of 6.98 billion numbers, of which each moves 98 bytes at 3.35 TB/s, and the sums of 16
-    products in fp64.
-    """
-    plain, served, in_fp8 = (
-        plan_8b(
-            tmp_path,
-            lora={"r": 16},
-            precision={"compute": "bf16", **own},
-            distributed={"activation_checkpointing": checkpointing},
-        )
-        for own in ({}, {"served_as": "int4_g128"}, {"default": "fp8", "served_as": "fp8"})
-    )
-    assert plain.speed is not None
-    assert served.speed is not None
-    assert in_fp8.speed is not None
-    assert H100.memory_bandwidth is not None
-    assert H100.flops is not None
-    numel = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14_336)
-    once = 98 * numel / H100.memory_bandwidth + 128 * 2 * 16 * numel / H100.flops
-    passes = {"none": 2, "full": 3}[checkpointing] * served.batches.rounds
-    assert plain.speed.dequantise_seconds == 0
-    assert served.speed.dequantise_seconds == pytest.approx(passes * once, rel=1e-6)
-    assert in_fp8.speed.compute_seconds == served.speed.compute_seconds, "no product is in FP8"
-    modes = served.rank.workspace_by_mode, plain.rank.workspace_by_mode
-    assert modes[0]["selective"] > modes[1]["selective"], "a weight and a block of it at once"
-    assert served_bytes(2**26, 2, gpu=True) == 2 * 2**26 + 36 * 2**22
-    assert served_bytes(2**10, 4, gpu=False) == 4 * 2**10 + 36 * 2**10
 
 
 @pytest.mark.parametrize(
@@ -207,11 +128,8 @@ def test_a_base_whose_samples_are_padded_is_planned_without_cudnn(tmp_path: Path
     assert faster == pytest.approx(EFFICIENCY_BY_CUDNN / EFFICIENCY)
 
 
-def test_sampling_reads_all_weights_for_every_token_or_computes(tmp_path: Path) -> None:
-    """On one H100, whose memory gives 3.35 TB/s: 16.06 GB of bf16 in 4.8 ms.
-
-    With many answers at once arithmetic is slower.
-    """
+def test_sampling_reads_all_weights_for_every_token(tmp_path: Path) -> None:
+    """On one H100, whose memory gives 3.35 TB/s: 16.06 GB of bf16 in 4.8 ms."""
     method: dict[str, Any] = {
         "type": "reinforcement",
         "reinforcement": {"grader": GRADER, "hyperparameters": {"batch_size": 8}},
@@ -227,49 +145,266 @@ def test_sampling_reads_all_weights_for_every_token_or_computes(tmp_path: Path) 
     assert (
         "64 answers, each in up to 3 calls of the model, of at most 600 tokens, 38,400" in of_game
     )
-    base = describe(str(tmp_path / "8b"))
-    few, many, more = (
-        sampling_seconds(H100, base, 16_060_000_000, answers, 512) for answers in (8, 1000, 2000)
-    )
-    assert few == pytest.approx(512 * 16.06e9 / 3.35e12)
-    assert many == pytest.approx(512 * 1000 * 2 * 7.5e9 / (989e12 * EFFICIENCY), rel=0.01)
-    assert more == pytest.approx(2 * (many or 0.0))
-    assert sampling_seconds(Machine("other", None), base, 1, 1, 1) is None
 
 
-def test_copies_exchange_gradients_and_no_weights(tmp_path: Path) -> None:
-    spec = spec_on(save_base(tmp_path / "8b", LLAMA_8B), 4)
-    whole, halves = (
-        plan_of(
-            spec.model_copy(
-                update={"distributed": spec.distributed.model_copy(update={"replicate": copies})}
-            ),
-            H100,
-        )
-        for copies in (-1, 2)
-    )
-    assert (whole.wire.gather, whole.wire.reduce) == (0, 0)
-    assert whole.wire.all_reduce == pytest.approx(
-        2 * 3 / 4 * 4 * whole.adapter_parameters, rel=1e-6
-    )
-    assert (halves.layout.replicate, halves.layout.shard) == (2, 2)
-    assert halves.wire.all_reduce == pytest.approx(
-        2 * 1 / 2 * 4 * whole.adapter_parameters / 2, rel=1e-6
-    )
+# Each term of a sum, on a base whose sizes differ ------------------------------------------------
+
+H, HEADS, Q, KV, INNER, V, L, S = 64, 4, 128, 64, 512, 1000, 3, 50
+"""Of `made_base`: hidden, heads, widths of queries and of keys, inner width, words, layers; and
+tokens of a sample.
+"""
+MATRICES = L * (2 * Q * H + 2 * KV * H + 3 * INNER * H)
+HEAD = V * H
+A = L * 4 * (2 * (Q + H) + 2 * (KV + H) + 3 * (INNER + H))
+"""Of adapters with r = 4."""
+SCORES = L * S * Q
+R4: dict[str, Any] = {"lora": {"r": 4, "lora_alpha": 8}}
+BATCHES = MicroBatches(rounds=2, samples=3, length=S, tokens=150, step_tokens=290)
+GPU = Machine("gpu", None, flops=1e12, memory_bandwidth=1e9, link_bandwidth=1e10)
 
 
 @pytest.mark.parametrize(
-    ("checkpointed", "of_attention", "of_layers"), [(False, 6, 4), (True, 8, 6)]
+    ("base", "lora", "more", "flops"),
+    [
+        ({}, {}, {}, (MATRICES + HEAD, A, SCORES, 0)),
+        ({}, {}, {"forwards": 2}, (MATRICES + HEAD, A, SCORES, 4 * (MATRICES + HEAD + A + SCORES))),
+        (
+            {},
+            {},
+            {"forwards": 1, "teacher": made_base(layers=2, hidden=32, vocabulary=500)},
+            (
+                MATRICES + HEAD,
+                A,
+                SCORES,
+                2 * (2 * 32 * (2 * Q + 2 * KV + 3 * INNER) + 500 * 32 + 2 * S * Q),
+            ),
+        ),
+        ({}, {"modules_to_save": ["lm_head"]}, {}, (MATRICES + HEAD, A, SCORES, 2 * HEAD)),
+        ({}, {"modules_to_save": ["embed_tokens"]}, {}, (MATRICES + HEAD, A, SCORES, 0)),
+        # 4 heads in groups of 2 on 3 ranks: 2 a rank, two of zeros
+        ({}, {}, {"ranks": 3}, (MATRICES + HEAD, A, SCORES * 6 // 4, 0)),
+        (
+            {"experts": 6, "expert_inner": 16},
+            {"target_parameters": ["mlp.experts.down_proj"]},
+            {},
+            (
+                L * (2 * Q * H + 2 * KV * H + 2 * 3 * 16 * H) + HEAD,
+                L * 4 * (2 * (Q + H) + 2 * (KV + H) + 2 * (H + 16)),
+                SCORES,
+                0,
+            ),
+        ),
+    ],
 )
-def test_the_arithmetic_of_a_token_is_counted_by_forwards_and_backwards(
-    checkpointed: bool, of_attention: int, of_layers: int, tmp_path: Path
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_arithmetic_of_a_token_has_every_product_that_it_meets(
+    base: dict[str, Any],
+    lora: dict[str, Any],
+    more: dict[str, Any],
+    flops: tuple[int, int, int, int],
+    checkpointed: bool,
 ) -> None:
-    """Of a base without adapters, in samples of 100 tokens."""
-    base = describe(save_base(tmp_path, LLAMA_8B))
-    layers, head, attention = 6_979_321_856, 128_256 * 4096, 32 * 100 * 4096
-    step, more = (
-        flops_per_token(base, (), 100, checkpointed=checkpointed, forwards=forwards)
-        for forwards in (0, 3)
+    """`flops`: numbers of matrices and head, of adapters, of scores; FLOP of what comes on top."""
+    job = made_job(made_base(**base), lora={**R4["lora"], **lora})
+    matrices, adapters, scores, top = flops
+    again = 2 * (matrices - HEAD + adapters + scores) if checkpointed else 0
+    assert flops_per_token(job.base, job.adapters, S, checkpointed=checkpointed, **more) == (
+        4 * matrices + 6 * adapters + 6 * scores + again + top
     )
-    assert step == of_layers * layers + 4 * head + of_attention * attention
-    assert more - step == 3 * 2 * (layers + head + attention)
+
+
+LAYER = 2 * (2 * Q * H + 2 * KV * H + 3 * INNER * H + A // L)
+"""Bytes in which a layer is gathered."""
+OUTER = 2 * V * H
+
+
+@pytest.mark.parametrize(
+    ("options", "received", "gathers"),
+    [
+        # embedding and head once; layers again for the backward
+        ({}, 2 * 3 * (2 * OUTER + 2 * H + 2 * L * LAYER), 2 * (2 + 2 * L)),
+        ({"keep_unsharded": True}, 3 * (2 * OUTER + 2 * H + L * LAYER), 2 + L),
+        ({"reshard_after_forward": False}, 2 * 3 * (2 * OUTER + 2 * H + L * LAYER), 2 * (2 + L)),
+        (
+            {"reshard_after_forward": 2},
+            2 * (3 * (2 * OUTER + 2 * H + L * LAYER) + 2 * L * LAYER),
+            2 * (2 + 2 * L),
+        ),
+        ({"wrap": "none"}, 2 * 3 * (2 * OUTER + 2 * H + L * LAYER), 2),
+    ],
+)
+@pytest.mark.parametrize("forwards", [0, 1])
+def test_what_a_rank_receives_by_each_gather(
+    options: dict[str, Any], received: int, gathers: int, forwards: int
+) -> None:
+    """One of four, in two micro-batches, each with `forwards` of a teacher."""
+    once = "keep_unsharded" in options
+    method = {"type": "distillation", "distillation": {"with_context": "x"}}
+    taught: dict[str, Any] = {"method": method} if forwards else {}
+    wire = wire_bytes(made_job(made_base(), 4, distributed=options, **taught, **R4), 2)
+    alone = {"wrap"} & options.keys()
+    more = 0 if once else forwards * 2
+    whole = 3 * (2 * OUTER + 2 * H + L * LAYER)
+    assert wire == CollectiveBytes(
+        gather=(received + more * whole) // 4,
+        reduce=3 * 4 * A // 4,
+        all_reduce=0,
+        gathers=gathers + more * (1 if alone else 2 + L),
+        reduces=1 if alone else L,
+    )
+    assert replace(wire, all_reduce=5, exchange=7).total == wire.gather + wire.reduce + 5 + 7
+
+
+@pytest.mark.parametrize(
+    ("replicate", "reduce", "all_reduce", "reduces"),
+    [(-1, 0, 2 * 5 * 4 * A // 6, 0), (3, 4 * A // 2, 2 * 2 * (4 * A // 2) // 3, L)],
+)
+def test_copies_of_six_ranks_average_their_gradients_in_a_ring(
+    replicate: int, reduce: int, all_reduce: int, reduces: int
+) -> None:
+    wire = wire_bytes(made_job(made_base(), 6, distributed={"replicate": replicate}, **R4), 1)
+    assert (wire.reduce, wire.all_reduce, wire.reduces) == (reduce, all_reduce, reduces)
+
+
+@pytest.mark.parametrize(("mode", "times"), [("none", 2), ("full", 3), ("selective", 3)])
+def test_what_ranks_that_share_samples_exchange_in_each_pass(mode: str, times: int) -> None:
+    """Queries and results of four heads, and each of two keys and values for two ranks."""
+    job = made_job(made_base(), 4, distributed={"context_parallel": 4}, **R4)
+    width = 32 * (4 + 4 + 2 * 4)
+    shared = replace(BATCHES, ranks=4)
+    assert exchange_bytes(job, shared, mode) == times * L * (2 * width * 290 * 3 // 4)
+    assert exchange_bytes(job, BATCHES, mode) == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpu", "seconds"),
+    [
+        ("none", True, 6 * 0.006),
+        ("selective", True, 6 * 1.3 * 0.006),
+        ("full", True, 6 * 1.35 * 0.006),
+        ("tiled", False, 6 * 1.35 * 0.002),
+        ("offload", True, 6 * 1.35 * 0.006),
+    ],
+)
+def test_every_layer_of_every_micro_batch_is_launched(mode: str, gpu: bool, seconds: float) -> None:
+    assert launch_seconds(2, 3, mode, gpu=gpu) == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "times"),
+    [
+        ("none", 20_000, 2),
+        ("selective", 1, 2),
+        ("full", 20_000, 3),
+        ("tiled", 8192, 3),
+        ("tiled", 8193, 6),
+        ("offload", 20_000, 9),
+    ],
+)
+def test_a_weight_is_dequantised_in_each_pass_and_for_each_tile(
+    mode: str, tokens: int, times: int
+) -> None:
+    assert passes(mode, tokens) == times
+
+
+@pytest.mark.parametrize(
+    ("options", "machine", "slowest"),
+    [
+        ({"precision": {"default": "bf16"}}, GPU, "launches"),
+        ({"precision": {"default": "nf4"}}, replace(GPU, flops=1e10), "arithmetic"),
+        (
+            {"precision": {"default": "nf4"}},
+            replace(GPU, flops=1e10, shared_memory=True),
+            "arithmetic",
+        ),
+        ({"precision": {"default": "fp8"}}, replace(GPU, fp8_flops=2e12), "launches"),
+        ({"precision": {"default": "bf16"}}, replace(GPU, link_bandwidth=1e6), "wire"),
+        ({"method": {"type": "kto"}}, replace(GPU, flops=1e9), "arithmetic"),
+        ({"precision": {"default": "bf16"}}, replace(GPU, host_bandwidth=1e4), "copies"),
+        ({"precision": {"served_as": "fp8"}}, GPU, "arithmetic"),
+        ({"precision": {"served_as": "fp8"}}, replace(GPU, shared_memory=True), "arithmetic"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_step_takes_as_long_as_the_slowest_of_what_goes_on_at_once(
+    options: dict[str, Any], machine: Machine, slowest: str, mode: str
+) -> None:
+    """Then what ranks exchange; `host`: of a micro-batch, in the host's memory."""
+    options = {"precision": {"compute": "bf16", "default": "bf16"}, **options}
+    options["precision"] = {"compute": "bf16", **options["precision"]}
+    distributed = {"activation_checkpointing": mode}
+    job = made_job(made_base(), 2, distributed=distributed, **options, **R4)
+    wire = CollectiveBytes(600_000, 70_000, 8_000, 9, 9, exchange=5_000)
+    flops, host, beside = 10_000_000, 3_000, int("kto" in str(options))
+    found = speed_on(machine, job, BATCHES, flops, wire, host)
+    forward_and_back = {"none": 2, "full": 3}[mode]
+    times = forward_and_back + beside
+    precision = job.spec.precision
+    in_fp8 = precision.default == "fp8" and machine.fp8_flops is not None
+    saved = int((1 - 1 / 1.33) * 2 * times * MATRICES) if in_fp8 else 0
+    compute = 290 * (flops - saved) / (machine.flops_in("bf16") or 0) / 0.48
+    codes = sum(s.bytes_whole for s in job.quantised)
+    one_pass = 0 if in_fp8 or precision.default == "bf16" else (codes + 2 * MATRICES) / 1e9
+    if precision.served_as is not None:
+        in_fp64 = 2 if machine.shared_memory else 128
+        one_pass = 98 * MATRICES / 1e9 + in_fp64 * 2 * 4 * MATRICES / 1e12
+    dequantise = 2 * times * one_pass
+    copies = 2 * host / (0.8 * machine.host_bandwidth)
+    link = 0.8 * (machine.link_bandwidth or 0)
+    a_layer = 0.002 if machine.shared_memory else 0.006
+    launches = (1 + beside / forward_and_back) * 2 * L * {"none": 1, "full": 1.35}[mode] * a_layer
+    arithmetic = compute + dequantise
+    both = max(arithmetic / 4, copies) + max(3 * arithmetic / 4, copies)
+    ends = {
+        "launches": launches,
+        "wire": 678_000 / link + 5_000 / link,
+        "arithmetic": both + 5_000 / link,
+        "copies": 2 * copies + 5_000 / link,
+    }
+    assert max(ends.values()) == ends[slowest]
+    expected = Speed(
+        tokens_per_second=2 * 290 / ends[slowest],
+        step_seconds=ends[slowest],
+        compute_seconds=compute,
+        dequantise_seconds=dequantise,
+        wire_seconds=(678_000 + 5_000) / link,
+        launch_seconds=launches,
+        copy_seconds=copies,
+    )
+    assert found is not None
+    assert vars(found) == pytest.approx(vars(expected), rel=1e-9)
+
+
+@pytest.mark.parametrize("unknown", ["flops", "memory_bandwidth", "link_bandwidth"])
+def test_without_a_figure_of_the_machine_there_is_no_speed(unknown: str) -> None:
+    machine = replace(GPU, **{unknown: None})
+    wire = CollectiveBytes(0, 0, 0, 0, 0)
+    assert speed_on(machine, made_job(made_base()), BATCHES, 1, wire) is None
+    sampled = sampling_seconds(machine, made_base(), 1, 1, 1)
+    assert (sampled is None) is (unknown != "link_bandwidth")
+
+
+def test_a_job_served_only_at_its_end_rounds_in_these_steps_alone() -> None:
+    precision = {"compute": "bf16", "served_as": "fp8"}
+    always, late = (
+        served_seconds(made_job(made_base(), precision=precision | own), GPU)
+        for own in ({}, {"served_from_step": 0.75})
+    )
+    assert late == pytest.approx(always / 4, rel=1e-9)
+
+
+def test_a_whole_training_is_its_tokens_at_the_rate_of_a_step() -> None:
+    speed = Speed(8.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+    assert whole_training(20, 3, speed) == TrainingWork(60.0, 2.5)
+    assert whole_training(20, 3, None) == TrainingWork(60.0, None)
+
+
+@pytest.mark.parametrize(
+    ("stored", "answers", "seconds"),
+    [(10**6, 1, 10**6 / 1e9), (10, 7, 2 * (MATRICES + HEAD) * 7 / (1e12 * 0.48))],
+)
+def test_answers_take_what_is_read_or_computed_for_each_token(
+    stored: int, answers: int, seconds: float
+) -> None:
+    found = sampling_seconds(GPU, made_base(), stored, answers, 512)
+    assert found == pytest.approx(512 * seconds, rel=1e-9)

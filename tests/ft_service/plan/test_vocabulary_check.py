@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from ft_service.bases import base_files
+from ft_service.bases.description import Weight
 from ft_service.errors import SpecError
 from ft_service.plan import vocabulary_check
 from ft_service.plan.admit import admit
 from ft_service.plan.job import plan_job
 from ft_service.plan.machines import MACHINES
-from ft_service.plan.vocabulary_check import largest_token_id
+from ft_service.plan.vocabulary_check import largest_token_id, refuse_ids_without_row
 from ft_service.spec import JobSpec
 from tests.support.bases import describe, save_base, spec_on
+from tests.support.plans import made_base
 
 H100 = MACHINES["H100"]
 
@@ -144,3 +146,16 @@ def test_it_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.Mo
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     with pytest.raises(SpecError, match="token ids up to 99"):
         admit(base, spec, H100)
+
+
+def test_of_several_embeddings_the_largest_is_that_of_tokens(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, VOCAB)
+    positions = Weight("model.positions", "weight", (4, 64), "embedding", None)
+    for rows in (10, 9):
+        made = made_base(vocabulary=rows)
+        base = replace(made, weights=(positions, *made.weights))
+        if rows == 10:
+            refuse_ids_without_row(base, tmp_path)
+            continue
+        with pytest.raises(SpecError, match=r"embed_tokens\.weight has 9 rows, for ids up to 8\."):
+            refuse_ids_without_row(base, tmp_path)

@@ -1,13 +1,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ft_service.bases.description import Weight
+from ft_service.bases.module_rules import OuterModules
 from ft_service.errors import SpecError
-from ft_service.plan.weight_storage import ShardLayout, WeightStorage, adapters_of
+from ft_service.plan.weight_storage import (
+    AdapterShape,
+    GatherGroup,
+    ShardLayout,
+    WeightStorage,
+    adapters_of,
+    trained_head,
+)
 from tests.support.announced import save_gpt_oss, save_qwen3
 from tests.support.bases import (
     LLAMA_8B,
@@ -19,7 +29,7 @@ from tests.support.bases import (
     save_fp8_index,
     spec_on,
 )
-from tests.support.plans import H100, plan_8b
+from tests.support.plans import H100, made_base, made_job, plan_8b
 
 
 @pytest.mark.parametrize(("weight_format", "bits"), [("bf16", 16), ("fp8", 8.008), ("nf4", 4.13)])
@@ -200,3 +210,142 @@ def test_a_stack_of_experts_has_an_adapter_of_each_expert(tmp_path: Path) -> Non
     ] * 2
     assert [one.layer for one in own] == [0, 1]
     assert own[0].numel == 4 * 128 * (2 * 768 + 2048)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "numel", "on_rank", "moments", "in_8_bits", "tensors"),
+    [
+        (
+            AdapterShape("m", 0, 100, 300, 8),
+            8 * 400,
+            3 * 300 + 34 * 8,
+            8 * (3 * 300 + 34 * 8),
+            2 * 3 * (300 + 4 * 3) + 2 * 34 * (8 + 4),
+            2,
+        ),
+        (
+            AdapterShape("m", 0, 100, 300, 7, magnitude=True),
+            7 * 400 + 100,
+            3 * 300 + 34 * (7 + 1),
+            8 * (3 * 300 + 34 * 7 + 34),
+            2 * 3 * (300 + 4 * 3) + 8 * 34 * 7 + 8 * 34,
+            3,
+        ),
+        (
+            AdapterShape("m", None, 100, 300, 0),
+            100 * 300,
+            34 * 300,
+            8 * 34 * 300,
+            2 * 34 * (300 + 4 * 3),
+            1,
+        ),
+        (
+            AdapterShape("m", None, 100, 300, 8, on_every_rank=True),
+            8 * 400,
+            8 * 400,
+            8 * 8 * 400,
+            2 * 8 * (300 + 4 * 3) + 2 * 100 * (8 + 4),
+            2,
+        ),
+    ],
+)
+def test_what_an_adapter_takes_on_one_of_three_ranks(
+    adapter: AdapterShape, numel: int, on_rank: int, moments: int, in_8_bits: int, tensors: int
+) -> None:
+    layout = ShardLayout(2, 3)
+    assert (adapter.numel, adapter.tensors, layout.world) == (numel, tensors, 6)
+    assert adapter.numel_on_rank(layout) == on_rank
+    assert adapter.moments_on_rank(layout, in_8_bits=False) == moments
+    assert adapter.moments_on_rank(layout, in_8_bits=True) == in_8_bits
+    frozen = (
+        WeightStorage.of(Weight("w", "weight", (10, 64), "linear", 0), "nf4", True, 4),
+        WeightStorage.of(Weight("n", "weight", (10,), "norm", 0), "bf16", False, 4),
+    )
+    group = GatherGroup("g", frozen, (adapter,), held=False)
+    assert group.gathered_bytes_on_rank(layout, 4) == 4 * (64 // 2 + 64 // 64 + 4) + 4 * on_rank
+    assert group.reduced_bytes_on_rank(layout) == 4 * on_rank
+
+
+WHOLE = {"modules_to_save": ["embed_tokens", "lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("distributed", "lora", "groups"),
+    [
+        (
+            {},
+            {},
+            [("embedding", False, False, None, 1, 0), ("norm and head", True, True, None, 2, 0)],
+        ),
+        (
+            {},
+            WHOLE,
+            [("embedding", False, False, None, 0, 1), ("norm and head", True, True, None, 1, 1)],
+        ),
+        (
+            {"keep_unsharded": True},
+            {},
+            [("embedding", True, False, None, 1, 0), ("norm and head", True, True, None, 2, 0)],
+        ),
+        ({"wrap": "none"}, WHOLE, [("all", True, True, None, 15, 16)]),
+        ({"ignored": [".*embed.*"]}, {}, [("norm and head", True, True, None, 2, 0)]),
+    ],
+)
+def test_what_is_gathered_together_outside_of_the_layers(
+    distributed: dict[str, Any], lora: dict[str, Any], groups: list[tuple[Any, ...]]
+) -> None:
+    """Name, whether it is held, and needed in the backward; weights, and what is trained."""
+    job = made_job(made_base(layers=2), 4, distributed=distributed, lora=lora)
+    found = [
+        (g.name, g.held, g.in_backward, g.kept_over, len(g.frozen), len(g.adapters))
+        for g in job.groups
+        if "layer " not in g.name
+    ]
+    assert found == groups
+    wholes = [(a.kind, a.rows, a.cols) for a in job.adapters if a.whole]
+    assert wholes == ([("embedding", 1000, 64), ("head", 1000, 64)] if lora else [])
+    assert job.trains_embedding is bool(lora)
+    assert trained_head(job.base, job.adapters) == (1000 * 64 if lora else 0)
+
+
+@pytest.mark.parametrize(
+    ("distributed", "held", "kept_over"),
+    [
+        ({}, False, None),
+        ({"reshard_after_forward": 2}, False, 2),
+        ({"reshard_after_forward": False}, True, None),
+        ({"keep_unsharded": True}, True, None),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_layer_is_a_group_and_a_tied_head_is_with_its_embedding(
+    distributed: dict[str, Any], held: bool, kept_over: int | None, tied: bool
+) -> None:
+    base = made_base(layers=2)
+    if tied:
+        outer = OuterModules("model.embed_tokens", "lm_head", tied=True)
+        base = replace(base, outer=outer, weights=(*base.weights[:2], *base.weights[3:]))
+    groups = made_job(base, 4, distributed=distributed).groups
+    layers = [g for g in groups if g.name.startswith("layer")]
+    assert [(g.name, g.held, g.kept_over) for g in layers] == [
+        ("layer 0", held, kept_over),
+        ("layer 1", held, kept_over),
+    ]
+    for number, group in enumerate(layers):
+        assert (len(group.frozen), len(group.adapters), group.in_backward) == (7, 7, True)
+        assert {s.weight.layer for s in group.frozen} == {number}
+        assert {a.layer for a in group.adapters} == {number}
+    if tied:
+        assert (groups[0].name, groups[0].held, len(groups[0].frozen)) == (
+            "embedding and head",
+            True,
+            2,
+        )
+
+
+def test_a_weight_without_numbers_is_refused() -> None:
+    base = made_base()
+    empty = replace(base.weights[-1], shape=(0, 64))
+    with pytest.raises(SpecError, match=r"has shape \(0, 64\): there is nothing") as refused:
+        made_job(replace(base, weights=(*base.weights, empty)))
+    assert refused.value.param == "model"

@@ -300,3 +300,14 @@ def test_what_the_base_in_bf16_takes_is_its_part_and_its_largest_weight_gathered
     for free, lacks in (([needed + 5, needed], False), ([needed + 5, needed - 1], True)):
         monkeypatch.setattr(served_quality, "from_all", lambda own, free=free: free)
         assert (lacking_memory(frozen, runtime) is not None) is lacks
+
+
+def test_time_within_a_pause_is_not_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [5.0]
+    monkeypatch.setattr(served_quality.time, "monotonic", lambda: now[0])
+    budget = served_quality.TimeBudget(60.0)
+    now[0] += 7
+    with budget.paused():
+        now[0] += 100
+    now[0] += 3
+    assert (budget.seconds, budget.spent, budget.left) == (60.0, 10.0, 50.0)

@@ -275,26 +275,31 @@ def _filled(table: Table, row: Mapping[str, Any]) -> dict[str, Any]:
     return empty | dict(row)
 
 
+def _fill(store: Store) -> None:
+    rows = [
+        (name, {"project_id": p, **row})
+        for p, organization, first_slot in (("a", "acme", 0), ("b", "other", 6))
+        for name, row in _rows(p, organization, first_slot)
+    ]
+    for host, slots, age in (("h1", 8, 0), ("h2", 4, 60), ("h3", 16, 61), ("h4", 9, -61)):
+        rows.append(("hosts", {"host": host, "slots": slots, "seen_at": NOW - age}))
+    with store.writing() as connection:
+        for table in _TABLES:
+            of_table = [row for name, row in rows if name == table.name]
+            for position, row in enumerate(of_table, 1):
+                own = {"position": position, **row}
+                own = {column: own[column] for column in own if column in table.c}
+                connection.execute(insert(table).values(_filled(table, own)))
+
+
 @cache
 def _database() -> bytes:
     """A database file with both tenants' rows."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "ft.db"
         store = Store(new_sqlite_database(path))
-        with store.writing() as connection:
-            connection.exec_driver_sql("PRAGMA defer_foreign_keys = ON")
-            for p, organization, first_slot in (("a", "acme", 0), ("b", "other", 6)):
-                for name, row in _rows(p, organization, first_slot):
-                    table = metadata.tables[name]
-                    mine = {"project_id": p} if "project_id" in table.c else {}
-                    connection.execute(insert(table).values(_filled(table, mine | row)))
-            for host, slots, age in (("h1", 8, 0), ("h2", 4, 60), ("h3", 16, 61), ("h4", 9, -61)):
-                row = {"host": host, "slots": slots, "seen_at": NOW - age}
-                connection.execute(insert(metadata.tables["hosts"]).values(row))
+        _fill(store)
         store.close()
-        with sqlite3.connect(path) as connection:
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        connection.close()
         return path.read_bytes()
 
 
@@ -307,6 +312,24 @@ def two_tenants(path: Path) -> Store:
         connection.create_function("julianday", 1, lambda _: NOW / 86_400 + 2_440_587.5)
 
     event.listen(store._engine, "connect", stop)
+    return store
+
+
+def two_tenants_on_postgresql(url: str) -> Store:
+    """The same in an empty database of PostgreSQL."""
+    store = Store(url)
+
+    def stop(connection: Any, _: object) -> None:
+        connection.execute("CREATE SCHEMA IF NOT EXISTS still")
+        connection.execute(
+            "CREATE OR REPLACE FUNCTION still.clock_timestamp() RETURNS timestamptz LANGUAGE sql "
+            f"AS $$ SELECT to_timestamp({NOW:.0f}) $$"
+        )
+        connection.execute("SET search_path = still, pg_catalog, public")
+        connection.commit()
+
+    event.listen(store._engine, "connect", stop)
+    _fill(store)
     return store
 
 
@@ -378,8 +401,8 @@ def shown(value: Any, opening: str = "{") -> str:
         case BaseModel():
             return shown(value.model_dump(exclude_none=True))
         case Mapping():
-            pairs = " ".join(f"{shown(k)}={shown(v)}" for k, v in value.items())
-            return f"{{{pairs}}}" if opening else pairs
+            pairs = [f"{shown(k)}={shown(v)}" for k, v in value.items()]
+            return f"{{{' '.join(sorted(pairs))}}}" if opening else " ".join(pairs)
         case set() | frozenset():
             return f"{{{', '.join(sorted(map(shown, value)))}}}"
         case Page():

@@ -9,6 +9,7 @@ read: `python -m tests.ft_service.store.test_two_tenants`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -49,6 +50,7 @@ from tests.support.two_tenants import (
     rows_of,
     shown,
     two_tenants,
+    two_tenants_on_postgresql,
     without_random,
 )
 
@@ -87,18 +89,23 @@ class _Walk:
 
     def told(self, call: str) -> str:
         """A call's part of a transcript."""
-        try:
-            # The calls are those of the repository's own file.
-            returned = shown(eval(call, _words(self._store)))
-        except FtError as error:
-            returned = shown(error)
-        self._store.keys.close()
+        returned = _returned(self._store, call)
         after = rows_of(self._store)
         lines = changes(self._before, after)
         if lines:
             self._store.close()
             self._store = two_tenants(self._path)
-        return _part(call, without_random(returned), lines)
+        return _part(call, returned, lines)
+
+
+def _returned(store: Store, call: str) -> str:
+    try:
+        # The calls are those of the repository's own files.
+        found = shown(eval(call, _words(store)))
+    except FtError as error:
+        found = shown(error)
+    store.keys.close()
+    return without_random(found)
 
 
 def _part(call: str, returned: str, lines: list[str]) -> str:
@@ -180,6 +187,26 @@ def test_a_call_returns_and_changes_what_is_its_tenants(path: Path, tmp_path: Pa
     told = {call: walk.told(call) for call in expected}
     walk.close()
     assert told == expected
+
+
+def test_what_is_only_read_is_the_same_on_postgresql(emptied_postgres_url: str) -> None:
+    expected = {
+        call: part
+        for path in TRANSCRIPTS
+        for call, part in _calls(path.read_text()).items()
+        if not any(line.startswith("    ") and line[4] in "+~-" for line in part.splitlines())
+    }
+    store = two_tenants_on_postgresql(emptied_postgres_url)
+    before = rows_of(store)
+    told = {call: _part(call, _returned(store, call), []) for call in expected}
+    assert changes(before, rows_of(store)) == []
+    store.close()
+    assert _in_any_order(told) == _in_any_order(expected)
+
+
+def _in_any_order(parts: dict[str, str]) -> dict[str, list[str]]:
+    """The words of each part: where no order was asked for, every database has its own."""
+    return {call: sorted(re.findall(r"[\w.-]+", part)) for call, part in parts.items()}
 
 
 def _write_anew() -> None:

@@ -28,6 +28,7 @@ from tests.support.databases import new_sqlite_database
 NOW = 10_000 * 86_400.0
 """May 19, 1997, at midnight, which the database's fraction of days gives exactly."""
 _TABLES = [table for table in metadata.sorted_tables if table.name != "request_rates"]
+_AMOUNTS = {"bytes", "tokens", "cost", "model_bytes", "used", "attempt"}
 _RANDOM = re.compile(
     r"(?<=[-_])[0-9A-Za-z]{24}\b|whsec_\S+|\bft-[0-9A-Za-z_-]{5}(?!\S)|(?<![\w-])[\w-]{32,}"
 )
@@ -281,6 +282,9 @@ def _fill(store: Store) -> None:
         for p, organization, first_slot in (("a", "acme", 0), ("b", "other", 6))
         for name, row in _rows(p, organization, first_slot)
     ]
+    for _, row in rows:
+        if row["project_id"] == "b":  # so that the sum of one is not that of the other
+            row |= {name: row[name] + 1 for name in _AMOUNTS & row.keys() if row[name]}
     for host, slots, age in (("h1", 8, 0), ("h2", 4, 60), ("h3", 16, 61), ("h4", 9, -61)):
         rows.append(("hosts", {"host": host, "slots": slots, "seen_at": NOW - age}))
     with store.writing() as connection:

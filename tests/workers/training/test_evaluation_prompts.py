@@ -39,8 +39,8 @@ class Words:
     def decode(self, ids: Any, **_: Any) -> str:
         return " ".join("" if token == 8 else str(token) for token in ids)
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [5, 6]}
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [9, 5, 6] if add_special_tokens else [5, 6]}
 
 
 @pytest.mark.parametrize(

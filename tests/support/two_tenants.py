@@ -18,8 +18,8 @@ from typing import Any
 from pydantic import BaseModel
 from sqlalchemy import Table, event, insert, select
 
-from ft_service.errors import NotFoundError
-from ft_service.store.records import Page
+from ft_service.errors import FtError, LimitError
+from ft_service.store.records import Claim, Page
 from ft_service.store.sql import Store
 from ft_service.store.tables import audit, metadata
 from ft_service.store.tenants.keys import digest_of
@@ -417,9 +417,12 @@ def shown(value: Any, opening: str = "{") -> str:
             return repr(value)
         case Sequence():
             return f"[{', '.join(map(shown, value))}]"
-        case Exception():
-            text = "" if isinstance(value, NotFoundError) else f": {str(value)[:70]}"
-            return type(value).__name__ + text
+        case LimitError():  # with its numbers
+            return f"!{value.code}: {str(value)[:60]}"
+        case FtError():
+            return f"!{value.code}"
+        case Claim():
+            return f"claimed {value.job.id} at {shown(value.now)}"
         case _ if is_dataclass(value):
             return _shown_record(value)
         case _:

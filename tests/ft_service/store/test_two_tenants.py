@@ -1,8 +1,8 @@
 """Every call of the store with two tenants' rows side by side: what it returns, and exactly which
 rows it changes, by the transcripts in `two_tenants/`.
 
-A line is a call and what it returns or raises; the lines below it, further in, are the rows that it
-adds (+), changes (~) and removes (-). Each call begins with the same rows
+A line is a call and what it returns, or the code (!) of what it raises; the lines below it, further
+in, are the rows that it adds (+), changes (~) and removes (-). Each call begins with the same rows
 (tests/support/two_tenants.py). To write the transcripts anew after a change, which is then to be
 read: `python -m tests.ft_service.store.test_two_tenants`.
 """

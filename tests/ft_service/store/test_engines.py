@@ -171,22 +171,6 @@ def test_a_job_has_company_while_others_of_its_sweep_are_validated(store):
     assert (waiting.id, waiting.company) == (job.id, True)
 
 
-def test_statistics_count_engines_and_seats(store):
-    found(store, queued(store))
-    join(store, queued(store))
-    found(store, queued(store), "engine-2", slots=(2, 3))
-    seen = store.statistics()
-    assert (seen.engines, seen.seats, seen.slots_in_use) == (2, 3, {"h1": 4})
-
-
-def test_ended_engines_are_told_from_others(store):
-    found(store, queued(store))
-    found(store, queued(store), "engine-2", slots=(2, 3))
-    store.engines.end_engine("engine-1")
-    assert store.engines.ended_engines(["engine-1", "engine-2", "engine-3"], -1.0) == {"engine-1"}
-    assert store.engines.ended_engines(["engine-1"], 1000.0) == set()
-
-
 def test_beside_an_engine_beyond_a_lowered_limit_larger_jobs_hide_none_behind_them(store) -> None:
     found(store, queued(store))
     queued(store, slots=4)

@@ -63,36 +63,6 @@ def kept(store: Store) -> int:
         return sum(int(connection.scalars(query).one()) for query in sums)
 
 
-def test_evals_are_those_of_their_project_in_the_order_asked_for(store: Store) -> None:
-    for name in ("eval-1", "eval-2", "eval-3"):
-        new_eval(store, name, name=name.upper())
-    theirs = new_eval(store, "eval-4", OTHER)
-    assert theirs.created_at > 0
-
-    def listed(order: Any, after: str | None = None, limit: int = 9) -> list[str]:
-        page = store.evals.list_evals(PROJECT, after=after, limit=limit, order=order)
-        return ids(page)
-
-    assert listed("asc") == ["eval-1", "eval-2", "eval-3"]
-    assert listed("desc", after="eval-3", limit=1) == ["eval-2"]
-    changed = store.evals.update_eval(PROJECT, "eval-2", name="new", metadata={"k": "v"})
-    assert (changed.name, changed.metadata) == ("new", {"k": "v"})
-    assert store.evals.update_eval(PROJECT, "eval-2") == changed
-    assert store.evals.get_eval(PROJECT, "eval-1").name == "EVAL-1"
-    for act in (
-        lambda: store.evals.get_eval(PROJECT, "eval-4"),
-        lambda: store.evals.update_eval(PROJECT, "eval-4", name="mine"),
-        lambda: store.evals.delete_eval(PROJECT, "eval-4"),
-        lambda: new_run(store, "run", "eval-4"),
-        lambda: runs(store, "eval-4"),
-    ):
-        with pytest.raises(NotFoundError):
-            act()
-    with pytest.raises(SpecError):
-        listed("asc", after="eval-4")
-    assert store.evals.get_eval(OTHER, "eval-4") == theirs
-
-
 def test_runs_and_items_are_those_of_their_eval_and_run(store: Store) -> None:
     for of in ("eval-1", "eval-2"):
         new_eval(store, of)

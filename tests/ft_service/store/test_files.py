@@ -77,48 +77,12 @@ def test_files_are_found_by_their_ids_whosever_they_are(store):
     assert store.files.find_files(()) == {}
 
 
-def test_pages_in_both_orders(store):
-    ids = [
-        store.files.add_file(new_file(purpose=purpose)).id
-        for purpose in ("fine-tune", "batch", "fine-tune", "fine-tune")
-    ]
-    store.files.add_file(new_file(project_id=OTHER))
-
-    newest = store.files.list_files(PROJECT, limit=3)
-    assert [file.id for file in newest.data] == ids[:0:-1]
-    assert newest.has_more
-    rest = store.files.list_files(PROJECT, limit=3, after=newest.data[-1].id)
-    assert ([file.id for file in rest.data], rest.has_more) == (ids[:1], False)
-
-    assert [
-        file.id for file in store.files.list_files(PROJECT, order="asc", after=ids[1]).data
-    ] == ids[2:]
-    assert [
-        file.id for file in store.files.list_files(PROJECT, order="asc", purpose="fine-tune").data
-    ] == [ids[0], *ids[2:]]
-
-
 def test_an_unknown_cursor_names_the_parameter(store):
     theirs = store.files.add_file(new_file(project_id=OTHER))
     for after in ("file-nowhere", theirs.id, "\x00"):
         with pytest.raises(SpecError) as caught:
             store.files.list_files(PROJECT, after=after)
         assert caught.value.param == "after"
-
-
-def test_deleting_hides(store):
-    file = store.files.add_file(new_file())
-    other = store.files.add_file(new_file())
-    with pytest.raises(NotFoundError):
-        store.files.delete_file(OTHER, file.id)
-    assert store.files.delete_file(PROJECT, file.id) is True
-    with pytest.raises(NotFoundError):
-        store.files.get_file(PROJECT, file.id)
-    with pytest.raises(NotFoundError):
-        store.files.delete_file(PROJECT, file.id)
-    assert store.files.list_files(PROJECT).data == [other]
-    # a client that deletes the files of a page can still ask for the next page
-    assert store.files.list_files(PROJECT, order="asc", after=file.id).data == [other]
 
 
 @pytest.mark.parametrize("field", ["training_file", "validation_file"])
@@ -172,16 +136,6 @@ def test_a_file_without_a_job_that_needs_it_is_freed_once(store):
     assert store.files.freeable_files(1) == [deleted.id]
     store.files.mark_freed([deleted.id, other.id])
     assert store.files.freeable_files() == []
-
-
-def test_an_expired_file_is_hidden_and_freeable(store):
-    file = store.files.add_file(new_file(), seconds=0)
-    with pytest.raises(NotFoundError):
-        store.files.get_file(PROJECT, file.id)
-    with pytest.raises(NotFoundError):
-        store.files.delete_file(PROJECT, file.id)
-    assert store.files.list_files(PROJECT).data == []
-    assert store.files.freeable_files() == [file.id]
 
 
 def test_what_counts_towards_a_projects_limit_is_what_is_kept(store):

@@ -8,7 +8,7 @@ from ft_service.rundir.events import Metrics
 from ft_service.store.records import JobChange, NewEvent
 from ft_service.store.sql import Store
 from tests.support.creating import create_job
-from tests.support.records import PROJECT, claim, new_job
+from tests.support.records import claim, new_job
 
 ASKED = [{"type": "wandb", "wandb": {"project": name}} for name in ("p", "q")]
 
@@ -63,42 +63,3 @@ def test_one_sender_gets_them_and_another_after_it(store: Store) -> None:
     assert store.integrations.claim_integrations("other", lease_seconds=60.0) == []
     store.integrations.release_integrations(owners[winner])
     assert len(store.integrations.claim_integrations("other", lease_seconds=60.0)) == 2
-
-
-def test_only_who_has_them_settles_them(store: Store) -> None:
-    job_id = add_running(store)
-    first, second = sorted(
-        store.integrations.claim_integrations("me", lease_seconds=60.0), key=lambda row: row.number
-    )
-    event = NewEvent(level="info", message="W&B run: u")
-    assert not store.integrations.begin_integration(first, "you", "u", [event])
-    assert store.integrations.begin_integration(first, "me", "u", [event])
-    assert not store.integrations.end_integration(first, "you")
-    assert store.integrations.end_integration(
-        first, "me", [NewEvent(level="warn", message="why")], error="why", retry_seconds=600.0
-    )
-    assert store.integrations.end_integration(second, "me")
-    assert not store.integrations.end_integration(second, "me")
-    assert [e.message for e in store.jobs.list_events(PROJECT, job_id, limit=2).data] == [
-        "why",
-        "W&B run: u",
-    ]
-
-    assert store.integrations.claim_integrations("me", lease_seconds=60.0) == []
-    with store.writing() as connection:
-        connection.exec_driver_sql("UPDATE integrations SET next_try_at = 0")
-    (again,) = store.integrations.claim_integrations("me", lease_seconds=60.0)
-    assert (again.number, again.url, again.error, again.tries) == (0, "u", "why", 1)
-    assert store.integrations.end_integration(again, "me")
-    assert store.integrations.claim_integrations("me", lease_seconds=600.0) == []
-
-
-def test_a_jobs_steps_are_read_from_a_place_on(store: Store) -> None:
-    job_id = add_running(store, 1, 2, 3)
-    first = store.integrations.list_metrics(job_id, after=0, limit=2)
-    assert [(time > 0, metrics.step) for _, time, metrics in first] == [(True, 1), (True, 2)]
-    assert [
-        metrics.step
-        for _, _, metrics in store.integrations.list_metrics(job_id, after=first[-1][0], limit=2)
-    ] == [3]
-    assert store.integrations.list_metrics("ftjob-other", after=0, limit=2) == []

@@ -56,13 +56,3 @@ def test_another_organization_is_granted_nothing_and_what_it_was_granted_is_noth
             match=f"project_ids.0 = '{grantee}': there is no such project in this organization",
         ):
             store.models.grant(PROJECT, "ft:a", [grantee])
-
-
-def test_deleted_models_are_remembered(store):
-    store.models.delete_model(PROJECT, "ft:a")
-    store.models.delete_model(PROJECT, "ft:a")
-    assert (store.models.deleted_models(PROJECT), store.models.deleted_models(OTHER)) == (
-        {"ft:a"},
-        set(),
-    )
-    assert (store.models.is_deleted("ft:a"), store.models.is_deleted("ft:b")) == (True, False)

@@ -262,15 +262,6 @@ def test_an_engine_that_was_asked_to_end_stops_and_is_not_asked_again(store):
     assert (running.preemptible, running.stopping) == (False, True)
 
 
-def test_a_host_s_jobs_join_the_engines_of_that_host_alone(store):
-    found(store, queued(store))
-    here, there = (
-        store.queue.snapshot_for(host, H1, Paces(), new_engines=True).engines
-        for host in ("h1", "h2")
-    )
-    assert ([engine.id for engine in here], there) == (["engine-1"], [])
-
-
 def test_jobs_have_company_that_share_project_base_and_fault_group(store):
     several = [queued(store) for _ in range(3)]
     others = [queued(store, share_key="other"), queued(store, fault_group="engine-9/1")]

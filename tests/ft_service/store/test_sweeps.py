@@ -9,7 +9,6 @@ import pytest
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
-from ft_service.jobs.user_actions import Verb
 from ft_service.store.records import NewJob, NewSweep
 from ft_service.store.sql import Store
 from tests.support.records import OTHER, PROJECT, new_job
@@ -75,16 +74,3 @@ def test_a_sweeps_whole_life(store: Store) -> None:
     assert [sweep.id for sweep in store.sweeps.list_sweeps(PROJECT).data] == ["ftsweep-2"]
     with pytest.raises(NotFoundError):
         store.sweeps.get_sweep(PROJECT, "ftsweep-1")
-
-
-def test_a_sweep_is_cancelled_once_and_one_that_is_over_is_not(store: Store) -> None:
-    add(store, "ftsweep-1")
-    first = store.sweeps.cancel_sweep(PROJECT, "ftsweep-1")
-    assert store.sweeps.cancel_sweep(PROJECT, "ftsweep-1") == first
-    (only,) = add(store, "ftsweep-2", jobs=1)
-    store.jobs.request(PROJECT, only, Verb.CANCEL)
-    with pytest.raises(SpecError) as refused:
-        store.sweeps.cancel_sweep(PROJECT, "ftsweep-2")
-    assert refused.value.code == "invalid_state"
-    told = [one.type for one in store.audit.list_audit(project_id=PROJECT).data]
-    assert told.count("sweep.cancelled") == 1

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from ft_service.errors import LimitError, NotFoundError, SpecError
-from ft_service.jobs.states import State
+from ft_service.errors import LimitError, NotFoundError
 from ft_service.store import tinker as tinker_module
 from ft_service.store.sql import Store
 from ft_service.store.tables import TINKER_ROW_BYTES
@@ -20,9 +19,8 @@ from ft_service.store.tinker import (
     TinkerSample,
     TinkerSampler,
 )
-from tests.support.creating import create_job
 from tests.support.databases import set_clock
-from tests.support.records import OTHER, PROJECT, new_job
+from tests.support.records import OTHER, PROJECT
 
 DAY = 86_400.0
 
@@ -45,46 +43,6 @@ def sample(store: Store, name: str, of: str = "a", project: str = PROJECT, **req
 def waiting(store: Store, most: int = 9, without: tuple[str, ...] = (), **others: Any) -> list[str]:
     given: dict[str, Any] = {"projects": [], "samplers": []}
     return [one.id for one in store.tinker.unanswered(most, without, **given | others)]
-
-
-def test_sessions_are_their_project_s_the_newest_first(store: Store) -> None:
-    for name in ("s1", "s2", "s3"):
-        session(store, name)
-    session(store, "theirs", OTHER)
-    store.tinker.create_session("s4", PROJECT, None, None)
-    assert store.tinker.list_sessions(PROJECT, 3, 0) == ["s4", "s3", "s2"]
-    assert store.tinker.list_sessions(PROJECT, 9, 2) == ["s2", "s1"]
-    first = store.tinker.get_session(PROJECT, "s1")
-    assert (first.display_name, first.user_metadata) == ("S1", {"k": "s1"})
-    assert first.created_at == pytest.approx(first.used_at, abs=1)
-    assert store.tinker.open_session(PROJECT, "s1") == first
-    for act in (
-        lambda: store.tinker.get_session(PROJECT, "theirs"),
-        lambda: store.tinker.touch_session(PROJECT, "theirs"),
-        lambda: store.tinker.finish_session(PROJECT, "theirs", "done"),
-    ):
-        with pytest.raises(NotFoundError):
-            act()
-    assert store.tinker.get_session(OTHER, "theirs").finished_at is None
-
-
-def test_the_first_end_of_a_session_stays(store: Store) -> None:
-    for name in ("s1", "s2"):
-        session(store, name)
-    assert store.tinker.finish_session(PROJECT, "s1", "first")
-    ended = store.tinker.get_session(PROJECT, "s1")
-    assert ended.finished_at is not None
-    assert not store.tinker.finish_session(PROJECT, "s1", "second")
-    set_clock(store, 60)
-    store.tinker.touch_session(PROJECT, "s1")
-    store.tinker.touch_session(PROJECT, "s2")
-    assert store.tinker.get_session(PROJECT, "s1") == ended
-    assert ended.finish_reason == "first"
-    with pytest.raises(SpecError) as refused:
-        store.tinker.open_session(PROJECT, "s1")
-    assert (refused.value.code, refused.value.param) == ("session_finished", "session_id")
-    other = store.tinker.open_session(PROJECT, "s2")
-    assert other.used_at - other.created_at == pytest.approx(60, abs=5)
 
 
 def test_a_sampler_is_stored_once_and_counts_its_clients(store: Store) -> None:
@@ -147,13 +105,6 @@ def test_samples_wait_in_their_order_until_they_are_answered(store: Store) -> No
     with pytest.raises(NotFoundError):
         store.tinker.get_sample(PROJECT, "1")
     assert waiting(store) == ["3", "4"]
-
-
-def test_models_have_ended_whose_jobs_have_or_are_not_there(store: Store) -> None:
-    going, over = (
-        create_job(store, new_job(state=state)) for state in (State.QUEUED, State.FAILED)
-    )
-    assert store.tinker.ended([going.id, over.id, "gone"]) == {over.id, "gone"}
 
 
 def test_what_is_not_used_for_long_is_removed(store: Store) -> None:

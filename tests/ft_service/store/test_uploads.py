@@ -133,25 +133,3 @@ def test_an_ended_upload_takes_nothing(store):
         with pytest.raises(SpecError, match=word):
             store.uploads.complete_upload(PROJECT, upload.id, ["a"], new_file())
     assert store.uploads.pending_uploads() == set()
-
-
-def test_a_cancelled_upload_stays_so_and_a_completed_one_is_not_cancelled(store):
-    upload = add(store)
-    cancelled = store.uploads.cancel_upload(PROJECT, upload.id)
-    assert (cancelled.id, cancelled.status, cancelled.file_id) == (upload.id, "cancelled", None)
-    assert store.uploads.cancel_upload(PROJECT, upload.id) == cancelled
-    done = add(store)
-    store.uploads.complete_upload(PROJECT, done.id, ["a"], new_file())
-    with pytest.raises(SpecError):
-        store.uploads.cancel_upload(PROJECT, done.id)
-    with pytest.raises(NotFoundError):
-        store.uploads.cancel_upload(OTHER, upload.id)
-
-
-def test_a_project_has_few_pending_uploads(store):
-    first = add(store, at_most=1)
-    with pytest.raises(SpecError):
-        add(store, at_most=1)
-    store.uploads.cancel_upload(PROJECT, first.id)
-    second = add(store, at_most=1)
-    assert store.uploads.pending_uploads() == {second.id}

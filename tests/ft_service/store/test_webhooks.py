@@ -3,10 +3,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import pytest
 from sqlalchemy import func, select, update
 
-from ft_service.errors import NotFoundError
 from ft_service.ids import new_id
 from ft_service.jobs.states import Phase, State
 from ft_service.jobs.user_actions import Verb
@@ -106,15 +104,6 @@ def test_a_delivery_is_claimed_again_when_its_lease_or_its_wait_is_over(store):
     assert kept(store) == 0
 
 
-def test_an_endpoint_goes_with_its_deliveries(store):
-    endpoint = add(store)
-    cancel(store)
-    store.webhooks.delete_webhook(PROJECT, endpoint.id)
-    assert store.webhooks.claim_deliveries(limit=1, lease_seconds=0) == []
-    with pytest.raises(NotFoundError):
-        store.webhooks.get_webhook(PROJECT, endpoint.id)
-
-
 def test_secrets_are_not_printed(store):
     endpoint = add(store)
     rotated = store.webhooks.rotate_webhook_secret(PROJECT, endpoint.id, keep_seconds=60)
@@ -124,13 +113,6 @@ def test_secrets_are_not_printed(store):
         store.webhooks.rotate_webhook_secret(PROJECT, endpoint.id, keep_seconds=0).old_secret
         is None
     )
-
-
-def test_a_change_that_changes_nothing_is_none(store):
-    endpoint = add(store)
-    assert store.webhooks.update_webhook(PROJECT, endpoint.id, name="a") == endpoint
-    changed = store.webhooks.update_webhook(PROJECT, endpoint.id, name="b")
-    assert (changed.name, changed.updated_at > endpoint.updated_at) == ("b", True)
 
 
 def test_projects_take_turns_and_in_each_its_endpoints(store):

@@ -45,7 +45,7 @@ from workers.model.divergence import (
     divergence_sums,
 )
 from workers.ranks.sharding import make_mesh
-from workers.training.distillation import Taught
+from workers.training.distillation import Taught, TaughtSums
 from workers.training.objective import RankShare
 from workers.training.step import forward_backward
 from workers.training.teachers import Teacher, factors_of
@@ -393,3 +393,38 @@ def test_a_context_is_learned_alike_on_ranks_and_resumed(tmp_path: Path) -> None
     assert losses(run) == losses(finished)
     for name, matrix in adapter(finished).items():
         assert torch.equal(adapter(run)[name], matrix), name
+
+
+def test_sums_over_answers_are_read_as_means_over_their_tokens() -> None:
+    one = TaughtSums((6.0, 3.0, 8.0, 4.0, 2.0, -10.0, -14.0, 3.0), 4)
+    assert (one.loss, one.mean_loss, one.accuracy, one.is_impossible) == (6.0, 1.5, 0.75, False)
+    means = {"kl/forward": 2.0, "kl/reverse": 1.0, "teacher/agreement": 0.5}
+    logs = {"teacher/logps": -2.5, "student/logps": -3.5, "teacher/gap": 1.0}
+    assert one.more == {**means, **logs}
+    some = TaughtSums(one.sums, 4, of_some_words=True)
+    assert some.more == {**means, **logs, "teacher/kept": 0.75}
+    both = some.plus(TaughtSums((1.0,) * 8, 2, of_some_words=True))
+    assert (both.sums[0], both.sums[5], both.targets, both.of_some_words) == (7.0, -9.0, 6, True)
+    nothing = TaughtSums((0.0,) * 8, 0)
+    assert (nothing.mean_loss, nothing.accuracy, nothing.more["kl/forward"]) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("with_context", [True, False])
+def test_an_item_is_what_the_student_reads_and_what_its_teacher_does(with_context: bool) -> None:
+    options = options_of("forward_kl", 0.5).model_copy(
+        update={"with_context": CONTEXT if with_context else None}
+    )
+    samples = drawn_samples()
+    objective = Taught(samples, options, Teacher())
+    of_item = 2 if with_context else 1
+    assert len(objective) == len(samples) // of_item
+    members = objective.members([2, 1])
+    assert members == ([4, 5, 2, 3] if with_context else [2, 1])
+    batch = objective.micro_batch(members, CPU, [10, 11, 12, 13][: len(members)], packed=True)
+    lengths = samples.lengths.tolist()
+    assert batch.student.ids.shape[1] == sum(lengths[i] for i in members[::of_item])
+    assert batch.teacher.ids.shape[1] == sum(lengths[i] for i in members[of_item - 1 :: of_item])
+    assert (batch.told, batch.teacher.keys) == (None, None)
+    read = objective.read([1.0] * 8, [2, 1])
+    assert isinstance(read, TaughtSums)
+    assert (read.targets, read.of_some_words) == (objective.divisor([2, 1]), False)

@@ -25,7 +25,12 @@ from ft_service.data.answer_format import Answer, AnswerFormat
 from ft_service.rundir.attempt_seal import Fence
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
-from ft_service.rundir.evaluations import Evaluation, evaluated_steps, evaluation_key
+from ft_service.rundir.evaluations import (
+    EvaluatedPrompt,
+    Evaluation,
+    evaluated_steps,
+    evaluation_key,
+)
 from ft_service.rundir.events import read_segments
 from ft_service.spec import EvaluationOptions
 from tests.support.ranks import run_on_ranks
@@ -405,3 +410,65 @@ def test_a_job_is_asked_prompts_of_its_own(tmp_path: Path) -> None:
         "an answer, and no further turn"
     )
     assert found.samples[1].messages == [{"role": "user", "content": "say 1"}]
+
+
+def test_scores_are_means_over_the_prompts_that_have_them_and_told_with_the_first_prompts() -> None:
+    scores = [{"a": 1.0, "b": 2.0}, {"a": 3.0}, {}]
+    assert evaluation_answers.mean_scores(scores) == {"a": 2.0, "b": 2.0}
+    assert evaluation_answers.mean_scores([]) == {}
+    row = EvaluatedPrompt(
+        prompt="?",
+        messages=None,
+        reference=None,
+        base="b" * 300,
+        tuned="t" * 301,
+        scores={},
+        base_scores={},
+    )
+    found = Evaluation(
+        step=4, time=0.0, metrics={"a": 2.0}, base_metrics={"b": 1.0}, samples=[row] * 9
+    )
+    first, *others = evaluation_answers.messages(found, everything=True)
+    assert first == "Evaluation after step 4, 9 prompts: a 2.00 (before: 0.00)."
+    assert others == [f"Asked: ?\nExpected: \nBefore: {'b' * 300}\nAfter: {'t' * 299}…"] * 8
+    none = found.model_copy(update={"metrics": {}})
+    assert evaluation_answers.messages(none, everything=False) == [
+        "Evaluation after step 4, 9 prompts: no metric applies."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "stopped", "went_on"),
+    [
+        (None, False, list(range(1, 18))),
+        (None, True, list(range(1, 8))),
+        (7.9, False, list(range(1, 8))),
+        (8.0, False, list(range(1, 16))),
+        (16.0, False, list(range(1, 18))),
+    ],
+)
+def test_time_and_a_stop_are_looked_at_every_few_tokens(
+    seconds: float | None,
+    stopped: bool,
+    went_on: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A token takes a second; a report is due at the fifth."""
+    now = [0.0]
+    told = Told()
+    monkeypatch.setattr(evaluation_answers.time, "monotonic", lambda: now[0])
+    own = evaluator(RunDir(tmp_path), 1, told)
+    own._reported_at = 5.0 - evaluation_answers.REPORT_SECONDS
+    own._context.stop.agreed = lambda: stopped  # type: ignore[method-assign]
+    goes_on = own._goes_on(3, seconds)
+    found: list[int] = []
+    for token in range(1, 18):
+        now[0] = float(token)
+        if not goes_on(token):
+            break
+        found.append(token)
+    assert found == went_on
+    reports = [text for text in told.said if text.startswith("Evaluation at step 3")]
+    assert len(reports) == 1
+    assert "have 5 of at most" in reports[0]

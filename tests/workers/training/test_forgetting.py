@@ -4,6 +4,7 @@ off.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,3 +202,88 @@ def test_the_text_is_small_and_of_many_kinds() -> None:
     assert "CC0-1.0" in text.read_text()
     assert len(passages()) >= 16
     assert not any("=== " in passage for passage in passages())
+
+
+@pytest.mark.parametrize(
+    ("rank", "steps", "seconds"),
+    [
+        (0, [30.0, None, 25.0], 55.0),
+        (0, [30.0, None], 40.0),
+        (0, [], 40.0),
+        (1, [30.0, 25.0], 40.0),
+    ],
+)
+def test_a_job_has_taken_the_time_of_its_attempt_or_of_all_its_steps(
+    rank: int, steps: list[float | None], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [SimpleNamespace(step_seconds=own) for own in steps]
+    monkeypatch.setattr(forgetting, "metrics_of_all_attempts", lambda run, attempt: rows)
+    monkeypatch.setattr(forgetting.time, "monotonic", lambda: 100.0)
+    runtime: Any = SimpleNamespace(rank=rank, run=None, start=SimpleNamespace(attempt=2))
+    assert forgetting.seconds_of_job(runtime, 60.0) == seconds
+
+
+@pytest.mark.parametrize(
+    ("budget", "portions"),
+    [(39.9, 0), (40.0, 2), (79.9, 2), (80.0, 3), (1e6, 3)],
+)
+def test_text_is_measured_in_portions_while_there_is_time(
+    budget: float, portions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 6, 6 and 1 passages, each of 4 tokens and after its cut 3; a loss takes 10 seconds."""
+    now = [0.0]
+    monkeypatch.setattr(forgetting.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(forgetting, "passages", lambda: ["text"] * 13)
+    monkeypatch.setattr(forgetting, "without_adapter", lambda model: contextlib.nullcontext())
+    monkeypatch.setattr(
+        forgetting, "load_tokenizer", lambda *_: lambda text: {"input_ids": [5] * 4}
+    )
+    monkeypatch.setattr(
+        forgetting.TokenOptions, "of", lambda spec: SimpleNamespace(chat_template=None)
+    )
+    asked: list[list[int]] = []
+
+    class Measured(forgetting._Measurement):
+        def _loss(self, objective: Any, items: Any) -> float:
+            now[0] += 10.0
+            asked.append(items)
+            return len(items) * (2.0 if len(asked) % 2 else 4.0)  # the base's, then as tuned
+
+    spec = SimpleNamespace(training=SimpleNamespace(max_length=3), model=SimpleNamespace(path=""))
+    context: Any = SimpleNamespace(runtime=SimpleNamespace(spec=spec, world=1), model=None)
+    found = Measured(context, 1, budget, began=0.0)._text()
+    both = [list(range(6)), list(range(6, 12)), [12]]
+    assert (
+        asked == [items for items in both[: max(1, portions)] for _ in (0, 1)][: 2 * portions or 1]
+    )
+    count = [0, 6, 12, 13][portions]
+    assert found == (
+        {
+            "tokens": 2 * count,
+            "base_perplexity": pytest.approx(math.e),
+            "perplexity": pytest.approx(math.e**2),
+        }
+        if portions
+        else None
+    )
+
+
+@pytest.mark.parametrize(("job_seconds", "measured"), [(2.0, True), (1.999, False)])
+def test_what_is_found_is_told_and_too_little_time_is_not_begun(
+    job_seconds: float, measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Forgetting(
+        step=3, tokens=9, base_perplexity=10, perplexity=12, divergence=0.1, agreement=0.9
+    )
+    budgets: list[float] = []
+    monkeypatch.setattr(
+        forgetting._Measurement, "take", lambda self: budgets.append(self.budget) or found
+    )
+    said: list[str] = []
+    warned: list[str] = []
+    reporter = SimpleNamespace(message=said.append, warn=warned.append)
+    context: Any = SimpleNamespace(reporter=reporter)
+    told = forgetting.measure_forgetting(context, 3, job_seconds)
+    assert budgets == ([pytest.approx(0.1)] if measured else [])
+    assert (told is found, told.step, len(warned)) == (measured, 3, int(measured))
+    assert len(said) == (len(found.figures) if measured else 1)

@@ -33,6 +33,7 @@ from workers.training.guards import (
     STEPS_UNTIL_CHANGE,
     AdapterWatch,
     check_gathered_weights,
+    check_ids,
     check_positions,
     check_step,
     checksum,
@@ -325,3 +326,21 @@ def test_modules_trained_whole_are_watched_on_every_rank(tied: bool, tmp_path: P
         )
         assert f"{module}.weight (lora.modules_to_save) has changed in 3 optimizer steps" in of_all
     assert nothing == "", "no token of the other ranks' rows occurs"
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows", "largest"),
+    [([[1, 7], [3]], 8, None), ([[1, 7], [3]], 7, 7), ([[3], [1, 9]], 9, 9), ([], 0, None)],
+)
+def test_a_token_without_a_row_in_the_embedding_is_refused(
+    ids: list[list[int]], rows: int, largest: int | None
+) -> None:
+    data = TokenSet.of(Tokens(np.array(own, np.int32), np.ones(len(own), np.bool_)) for own in ids)
+    if largest is None:
+        check_ids(data, rows)
+        return
+    with pytest.raises(SpecError, match=f"token {largest} of the data") as refused:
+        check_ids(data, rows)
+    assert f"has {rows} rows, for ids up to {rows - 1}:" in str(refused.value)
+    assert (refused.value.param, refused.value.code) == ("model", "vocabulary_too_small")
+    check_ids(data.cut(1), rows)  # whose largest ids are cut off

@@ -25,14 +25,16 @@ from tests.support.training.attempts import adapter, attempt_on_rank, losses, ru
 from tests.support.training.models import save_chat_base, save_chats, save_tiny_llama, spec_for
 from tests.support.training.parity import batches_of, constructed, samples
 from workers.base.load import adapters
+from workers.data.micro_batches import MicroBatchLimits
 from workers.job.training_state import JobState, Validations
+from workers.layers.dropout import key_of
 from workers.model.head import set_works_in_chunks
 from workers.model.multimodal import causal_model
 from workers.output.report import Reporter
 from workers.ranks.runtime import Runtime
 from workers.training import loop
 from workers.training.context import StopRequest
-from workers.training.loop import Schedule, Trainer, _together
+from workers.training.loop import DeviceEvent, Schedule, StepBegun, Trainer, _together
 from workers.training.step import Sums, forward_backward
 
 READS = {
@@ -306,3 +308,78 @@ def test_the_validation_before_the_first_step_is_told_with_it_and_once(
     resumed.job.step = 2
     resumed.fit()
     assert not any("before" in note or "validate" in note for note in resumed.noted)
+
+
+def reporting(spec: Any) -> tuple[Any, list[Any]]:
+    """A loop's part that reports, and what it has told."""
+    told: list[Any] = []
+    reporter = SimpleNamespace(
+        metrics=told.append, message=told.append, heartbeat=lambda: told.append("alive")
+    )
+    runtime = SimpleNamespace(spec=spec, rank=0, world=1, device=torch.device("cpu"), context=None)
+    context: Any = SimpleNamespace(
+        reporter=reporter, runtime=runtime, limits=MicroBatchLimits(tokens=9)
+    )
+    nothing: Any = None
+    job: Any = SimpleNamespace(step=0)
+    steps = schedule(total_steps=8, steps_per_epoch=4)
+    return Trainer(context, job, nothing, nothing, steps, nothing, nothing), told
+
+
+def moment(seconds: float) -> DeviceEvent:
+    """The end of work on a device that counts milliseconds."""
+    made = DeviceEvent(torch.device("cpu"))
+    elapsed = lambda later: 1000 * (later.at - seconds)  # noqa: E731
+    made._event = SimpleNamespace(at=seconds, elapsed_time=elapsed)  # type: ignore[assignment]
+    return made
+
+
+def test_a_step_is_reported_with_all_its_numbers() -> None:
+    trainer, told = reporting(None)
+    begun = StepBegun(6, 0.25, [1], 30, 90, torch.zeros(0), moment(2.0), moment(3.5))
+    made = trainer._report(begun, (Sums(6.0, 3, 4), 0.5), Sums(10.0, 1, 5), {"a": 1.0}, None)
+    assert told == [made]
+    assert made.model_dump(exclude_none=True) == {
+        **{"step": 6, "total_steps": 8, "train_loss": 1.5, "train_mean_token_accuracy": 0.75},
+        **{"valid_loss": 2.0, "valid_mean_token_accuracy": 0.2, "learning_rate": 0.25},
+        **{"grad_norm": 0.5, "tokens": 30, "trained_tokens": 90, "step_seconds": 1.5},
+        **{"epoch": 1.5, "more": {"a": 1.0}},
+    }
+    alone = trainer._report(begun, (Sums(6.0, 3, 4), 0.5), None)
+    assert (alone.valid_loss, alone.valid_mean_token_accuracy, alone.more) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("served_as", "expected", "messages"),
+    [("nf4", [True] * 4 + [False] * 4, 1), (None, [False] * 8, 0)],
+)
+def test_layers_are_rounded_from_a_step_on_which_is_told_once(
+    served_as: str | None, expected: list[bool], messages: int
+) -> None:
+    precision = SimpleNamespace(served_as=served_as, served_from_step=0.5)
+    trainer, told = reporting(SimpleNamespace(precision=precision))
+    found: list[bool] = []
+    for trainer.job.step in range(8):
+        found.append(trainer._unrounded())
+    assert (found, len(told)) == (expected, messages)
+    assert all(text.startswith("From step 5 of 8 on") for text in told)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "noise", "step", "random"),
+    [(0.0, None, 3, False), (0.1, None, 3, True), (0.0, 5.0, 3, True), (0.1, 5.0, None, False)],
+)
+def test_samples_have_keys_where_a_step_has_something_random(
+    dropout: float, noise: float | None, step: int | None, random: bool
+) -> None:
+    lora = SimpleNamespace(lora_dropout=dropout)
+    training = SimpleNamespace(neftune_noise_alpha=noise)
+    trainer, told = reporting(SimpleNamespace(lora=lora, training=training, seed=7))
+    objective: Any = SimpleNamespace(
+        members=list,
+        share_out=lambda items, world, limits: [[[0]], [[1]]],
+        micro_batch=lambda members, device, keys, packed: (members, keys),
+    )
+    keys = [[key_of("sample", 7, step, item)] if random else None for item in (4, 5)]
+    assert list(trainer._mine(objective, [4, 5], step)) == [([4], keys[0]), ([5], keys[1])]
+    assert told == ["alive"] * 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +28,12 @@ from tests.support.training.models import (
 )
 from tests.support.training.parity import CPU, assert_parity, constructed, samples, train_steps
 from workers.data.batches import collate, pack
+from workers.data.micro_batches import attention_share
 from workers.layers.segment_attention import NAME
 from workers.layers.segments import CURRENT
 from workers.model import packed_trial
 from workers.model.multimodal import causal_model
+from workers.training import packing
 from workers.training.packing import settle_attention, settle_limits
 from workers.training.step import logits_of
 
@@ -221,3 +224,25 @@ def test_padding_that_was_asked_for_is_no_warning(tmp_path: Path) -> None:
         NAME,
         [],
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason", "packed", "warnings"),
+    [(True, None, True, 0), (True, "it looks back", False, 1), (False, "it looks back", False, 0)],
+)
+def test_limits_of_micro_batches_are_those_of_the_spec(
+    asked: bool, reason: str | None, packed: bool, warnings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SimpleNamespace(hidden_size=64)
+    monkeypatch.setattr(packing, "causal_model", lambda model: model)
+    monkeypatch.setattr(packing, "text_decoder", lambda model: SimpleNamespace(config=config))
+    warned: list[str] = []
+    for tokens, expected in (("auto", packing.TOKENS), (96, 96)):
+        training = SimpleNamespace(
+            packing=asked, tokens_per_micro_batch=tokens, per_device_train_batch_size=3
+        )
+        spec: Any = SimpleNamespace(training=training)
+        found = packing.limits_of(nn.Identity(), spec, reason, warned.append)
+        assert (found.tokens, found.samples, found.packed) == (expected, 3, packed)
+        assert found.per_token == attention_share(64) > 0
+    assert len(warned) == 2 * warnings

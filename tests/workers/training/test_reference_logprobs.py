@@ -29,7 +29,7 @@ from tests.support.training.attempts import (
 from tests.support.training.models import save_chat_base, save_pairs, spec_for
 from workers.data.micro_batches import MicroBatchLimits
 from workers.training import reference_logprobs
-from workers.training.reference_logprobs import Part, _portions
+from workers.training.reference_logprobs import NeededAnswers, Part, _portions
 
 STEPS = 5
 
@@ -211,3 +211,64 @@ def test_a_job_is_stopped_while_its_reference_is_computed(spec: JobSpec, tmp_pat
     run.write("attempts/1/control.json", Control(generation=2, desired=Desired.PAUSE))
     assert run_attempt(run, 1, 2) == Outcome(kind=OutcomeKind.STOPPED)
     assert run.get("reference.json") is None
+
+
+def needed() -> NeededAnswers:
+    """Of four and two pairs: the first, the last, and none of the second part's second."""
+
+    def pairs(count: int) -> Any:
+        class Pairs:
+            def members(self, items: Any) -> list[int]:
+                return [2 * item + side for item in items for side in (0, 1)]
+
+            def __len__(self) -> int:
+                return count
+
+        return Pairs()
+
+    return NeededAnswers([Part(0, pairs(4), 8, [0, 3]), Part(8, pairs(2), 4, [0])], "pair")
+
+
+def test_what_is_read_of_each_part_has_its_place() -> None:
+    some = needed()
+    assert (some.values, some.items) == (12, 3)
+    assert np.flatnonzero(some.places()).tolist() == [0, 1, 6, 7, 8, 9]
+    assert [part.tolist() for part in some.split(torch.arange(12))] == [
+        list(range(8)),
+        list(range(8, 12)),
+    ]
+    assert reference_logprobs._which(some) == "the 3 pairs of 6 that are read"
+    every = replace(
+        some, parts=[replace(part, read=range(len(part.answers))) for part in some.parts]
+    )
+    assert reference_logprobs._which(every) == "all 6 pairs"
+
+
+def test_a_reference_is_read_only_if_it_is_whole_and_of_the_same_key(tmp_path: Path) -> None:
+    runtime: Any = SimpleNamespace(run=RunDir(tmp_path), fence=SimpleNamespace(check=lambda: None))
+    some = needed()
+    assert not reference_logprobs.is_intact(runtime.run)
+    values = np.arange(12.0)
+    values[~some.places()] = np.nan
+    reference_logprobs._write(runtime, "key", values)
+    assert reference_logprobs.is_intact(runtime.run)
+
+    def read(key: str = "key", of: NeededAnswers = some) -> list[Any] | None:
+        return reference_logprobs.find_reference(runtime.run, key, of)
+
+    found = read()
+    assert found is not None
+    assert [len(part) for part in found] == [8, 4]
+    assert (found[0][7], found[1][1]) == (7.0, 9.0)
+    assert read("other") is None
+    assert read(of=replace(some, parts=some.parts[:1])) is None, "more than it should be"
+    more = replace(some, parts=[*some.parts, replace(some.parts[1], begin=12, read=[])])
+    assert read(of=more) is None, "less than it should be"
+    assert read(of=replace(some, parts=[replace(some.parts[0], read=[1]), some.parts[1]])) is None
+    whole = tmp_path / reference_logprobs.VALUES
+    body = whole.read_bytes()
+    for damaged in (body[:-8], body[:-1], body[:-1] + b"!", b""):
+        whole.write_bytes(damaged)
+        assert (read(), reference_logprobs.is_intact(runtime.run)) == (None, False)
+    whole.unlink()
+    assert read() is None

@@ -300,3 +300,39 @@ def test_what_the_base_in_bf16_takes_is_its_part_and_its_largest_weight_gathered
     for free, lacks in (([needed + 5, needed], False), ([needed + 5, needed - 1], True)):
         monkeypatch.setattr(served_quality, "from_all", lambda own, free=free: free)
         assert (lacking_memory(frozen, runtime) is not None) is lacks
+
+
+def test_time_within_a_pause_is_not_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [5.0]
+    monkeypatch.setattr(served_quality.time, "monotonic", lambda: now[0])
+    budget = served_quality.TimeBudget(60.0)
+    now[0] += 7
+    with budget.paused():
+        now[0] += 100
+    now[0] += 3
+    assert (budget.seconds, budget.spent, budget.left) == (60.0, 10.0, 50.0)
+
+
+@pytest.mark.parametrize(
+    ("compare", "valid", "kept", "requantized", "served_as"),
+    [
+        ("off", 1, {}, {}, None),
+        ("auto", 0, {}, {}, None),
+        ("auto", 1, {"w": 1}, {}, None),
+        ("auto", 1, {}, {"w": 1}, None),
+        ("auto", 1, {}, {}, "nf4"),
+    ],
+)
+def test_what_is_served_as_trained_or_has_no_other_form_is_not_compared(
+    compare: str, valid: int, kept: Any, requantized: Any, served_as: str | None
+) -> None:
+    precision = SimpleNamespace(compare_served=compare, served_as=served_as)
+    runtime = SimpleNamespace(spec=SimpleNamespace(precision=precision))
+    context: Any = SimpleNamespace(runtime=runtime)
+    loaded = SimpleNamespace(kept=kept, requantized=requantized)
+    built: Any = SimpleNamespace(loaded=loaded, peft_model=None)
+    nothing: Any = None
+    items: Any = range(valid)
+    assert (
+        Comparison(context, built, nothing, items, nothing, construct=nothing).measured(3) is None
+    )

@@ -22,7 +22,7 @@ FROM ${PYTHON_IMAGE}
 ARG SOURCE_COMMIT
 LABEL org.opencontainers.image.title="ft-api" \
     org.opencontainers.image.description="API and reconciler of ft-service, a self-hosted fine-tuning service" \
-    org.opencontainers.image.version="0.3.0" \
+    org.opencontainers.image.version="0.4.0.dev0" \
     org.opencontainers.image.revision="${SOURCE_COMMIT}" \
     org.opencontainers.image.licenses="Apache-2.0"
 RUN useradd --uid 10001 --no-create-home --home-dir /var/lib/ft ft && install -d -m 0700 -o ft -g ft /var/lib/ft

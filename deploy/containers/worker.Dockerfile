@@ -28,7 +28,7 @@ FROM ${PYTHON_IMAGE}
 ARG SOURCE_COMMIT
 LABEL org.opencontainers.image.title="ft-worker" \
     org.opencontainers.image.description="Workers of ft-service, a self-hosted fine-tuning service" \
-    org.opencontainers.image.version="0.3.0" \
+    org.opencontainers.image.version="0.4.0.dev0" \
     org.opencontainers.image.revision="${SOURCE_COMMIT}" \
     org.opencontainers.image.licenses="Apache-2.0"
 # distributed.compile builds its launchers with a C compiler. NCCL loads the RDMA libraries if they are there; without them it would

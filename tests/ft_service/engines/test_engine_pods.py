@@ -175,6 +175,7 @@ def test_a_pod_that_its_cluster_takes_away_costs_its_jobs_nothing(
     reconciler.close()
 
 
+@pytest.mark.slow
 def test_pods_that_share_nothing_but_object_storage_share_a_base(
     cluster: HarnessCluster, folder: Path, store: Store
 ) -> None:

@@ -71,6 +71,8 @@ def test_filling_gaps_never_moves_the_heads_estimated_start(snapshot: QueueSnaps
             waiting=[one for one in snapshot.waiting if one.id != start.job.id],
             running=[*snapshot.running, RunningJob(id=start.job.id, taken_at=NOW, **values)],
         )
+        if QueueState(snapshot).over_limit(head):  # by a job of its own project, which fits before
+            return
         if expected is not None:
             assert forecast(replace(snapshot, waiting=[head]))["head"].starts_at == expected
 

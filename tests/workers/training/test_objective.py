@@ -105,6 +105,10 @@ def test_a_pair_is_an_item_of_two_samples_and_its_first_answer_counts() -> None:
     assert batch.counts.tolist() == [3, 2]
     assert batch.answers.tolist() == [0, 0, 0, 1, 1]
     assert own.reference.tolist() == [0] * 4
+    assert own.share_out([1, 0], 1, limits(10, packed=False)) == [[[0]], [[1]]]
+    assert own.share_out([1, 0], 1, limits(20, packed=True)) == [[[0]], [[1]]]
+    (together,) = own.share_out([1, 0], 1, limits(21))
+    assert sorted(together[0]) == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,41 @@ def test_answers_of_a_way_are_kept_if_they_are_whole(
     assert [given[:2] for given in asked] == [(3, model)] * asks
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_loss_is_the_mean_at_rest_of_the_ways_own_micro_batches(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[int] = []
+    limits: Any = SimpleNamespace(tokens=7)
+    share = SimpleNamespace(batches=lambda objective, items: iter([(objective, items)]))
+    seen: list[Any] = []
+
+    def with_baseline(model: Any, valid: Any, items: Any, world: int, batches: Any) -> Any:
+        return model.training, list(batches(valid, items))
+
+    def evaluate(model: Any, batches: Any, world: int, loss_of: Any) -> torch.Tensor:
+        seen.append((list(batches), world, loss_of, model.training))
+        return torch.tensor([6.0, 1.0])
+
+    monkeypatch.setattr(
+        served_quality.RankShare, "of", lambda runtime, own: share if own is limits else None
+    )
+    monkeypatch.setattr(served_quality, "loss_with_baseline", with_baseline)
+    monkeypatch.setattr(served_quality, "evaluate", evaluate)
+    reporter = SimpleNamespace(heartbeat=lambda: alive.append(1))
+    context: Any = SimpleNamespace(runtime=SimpleNamespace(world=2), reporter=reporter)
+    valid: Any = SimpleNamespace(
+        read=lambda sums, items: SimpleNamespace(mean_loss=sums[0] / len(items))
+    )
+    model = nn.Identity()
+    model.train(training)
+    own = Comparison(context, NOTHING, NOTHING, valid, None, construct=NOTHING)
+    assert own._loss(model, [0, 1, 2], limits) == 2.0
+    of_items = [(valid, [0, 1, 2])]
+    assert seen == [(of_items, 2, (False, of_items), False)]
+    assert (model.training, len(alive)) == (training, 2)
+
+
 def test_a_second_model_is_the_job_on_a_whole_base_in_bf16_with_the_jobs_adapter() -> None:
     spec = spec_for(
         Path("none"),

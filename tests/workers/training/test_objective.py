@@ -26,9 +26,8 @@ from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.spec import DataFileRef, DpoOptions, JobSpec
 from tests.support.training.attempts import losses, run_attempt
 from tests.support.training.models import save_chat_base, spec_for
-from workers.data.batches import batch_of_step, make_batch
+from workers.data.batches import batch_of_step
 from workers.data.micro_batches import MicroBatchLimits
-from workers.training import step as steps
 from workers.training.objective import (
     Preference,
     RankShare,
@@ -106,6 +105,10 @@ def test_a_pair_is_an_item_of_two_samples_and_its_first_answer_counts() -> None:
     assert batch.counts.tolist() == [3, 2]
     assert batch.answers.tolist() == [0, 0, 0, 1, 1]
     assert own.reference.tolist() == [0] * 4
+    assert own.share_out([1, 0], 1, limits(10, packed=False)) == [[[0]], [[1]]]
+    assert own.share_out([1, 0], 1, limits(20, packed=True)) == [[[0]], [[1]]]
+    (together,) = own.share_out([1, 0], 1, limits(21))
+    assert sorted(together[0]) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -252,19 +255,3 @@ def test_a_resumed_job_goes_on_with_the_same_rows(
     run.write("spec.json", spec)
     assert run_attempt(run, 2, world, "step-2-a1") == Outcome(kind=OutcomeKind.SUCCEEDED)
     assert losses(run) == pytest.approx(losses(finished), abs=1e-6)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_the_logits_behind_each_sample_are_those_of_its_last_token(
-    packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Logits that say row and place; samples of 4, 2 and 3 tokens."""
-    own = [token_set((length, 1))[0] for length in (4, 2, 3)]
-    batch = make_batch(own, CPU, packed=packed)
-    rows, length = batch.ids.shape
-    logits = torch.arange(rows * length).reshape(rows, length, 1)
-    monkeypatch.setattr(steps, "causal_model", lambda model: model)
-    monkeypatch.setattr(steps, "works_in_chunks", lambda model: False)
-    monkeypatch.setattr(steps, "logits_of", lambda model, batch: logits)
-    found = steps.last_logits(torch.nn.Identity(), batch, [4, 2, 3])[:, 0].tolist()
-    assert found == ([3, 5, 8] if packed else [3, length + 1, 2 * length + 2])

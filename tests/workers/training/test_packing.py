@@ -246,3 +246,23 @@ def test_limits_of_micro_batches_are_those_of_the_spec(
         assert (found.tokens, found.samples, found.packed) == (expected, 3, packed)
         assert found.per_token == attention_share(64) > 0
     assert len(warned) == 2 * warnings
+
+
+@pytest.mark.parametrize("ranks", [True, False])
+@pytest.mark.parametrize("elsewhere", [True, False])
+@pytest.mark.parametrize("here", [True, False])
+def test_what_any_rank_finds_of_packed_rows_counts(
+    ranks: bool, elsewhere: bool, here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reduce(flag: Tensor, op: Any) -> None:
+        assert op == packing.dist.ReduceOp.MAX
+        flag.clamp_(min=int(elsewhere))
+
+    monkeypatch.setattr(packing.dist, "is_initialized", lambda: ranks)
+    monkeypatch.setattr(packing.dist, "all_reduce", reduce)
+    monkeypatch.setattr(packed_trial, "settle_attention", lambda *given: given)
+    model = nn.Identity()
+    found: Any = settle_attention(model, CPU, torch.bfloat16)
+    *given, agreed = found
+    assert given == [model, CPU, torch.bfloat16]
+    assert agreed(here) is (here or (ranks and elsewhere))

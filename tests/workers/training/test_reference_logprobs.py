@@ -242,6 +242,8 @@ def test_what_is_read_of_each_part_has_its_place() -> None:
         some, parts=[replace(part, read=range(len(part.answers))) for part in some.parts]
     )
     assert reference_logprobs._which(every) == "all 6 pairs"
+    none = replace(some, parts=[some.parts[0], replace(some.parts[1], values=0, read=[])])
+    assert np.flatnonzero(none.places()).tolist() == [0, 1, 6, 7], "there is no validation file"
 
 
 def test_a_reference_is_read_only_if_it_is_whole_and_of_the_same_key(tmp_path: Path) -> None:

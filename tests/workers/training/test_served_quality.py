@@ -5,8 +5,6 @@ PEFT.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,47 +183,6 @@ def test_answers_have_a_time_limit_and_in_an_engine_a_shorter_one_and_the_job_sa
         "not answered merged in bf16 to the end: other jobs of the engine wait for it, at most 1 "
         "min" in told[1]
     )
-
-
-def test_a_comparison_that_would_take_more_than_its_time_is_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [0.0]
-    told = list[str]()
-    nothing = SimpleNamespace()
-    monkeypatch.setattr(served_quality.time, "monotonic", lambda: now[0])
-    spec = SimpleNamespace(precision=SimpleNamespace(compare_served="auto", served_as=None))
-    context: Any = SimpleNamespace(
-        runtime=SimpleNamespace(spec=spec),
-        reporter=SimpleNamespace(message=told.append),
-        limits=None,
-    )
-    built: Any = SimpleNamespace(loaded=None, peft_model=torch.nn.Identity(), formats={"": "bf16"})
-
-    class Measured(Comparison):
-        def _loss(self, model: Any, items: Any, limits: Any) -> float:
-            now[0] += 100
-            return 1.0
-
-    merged: list[Any] = []
-
-    @contextmanager
-    def merge(model: Any) -> Iterator[bool]:
-        merged.append(model)
-        yield True
-
-    monkeypatch.setattr(served_quality, "merged_in_place", merge)
-    parts: Any = {"job": nothing, "valid": [None], "evaluator": None, "construct": nothing}
-    assert Measured(context, built, job_seconds=600, **parts).measured(3) is None
-    assert merged == [], "the model is as it was trained"
-    assert (
-        "merged in bf16 was not measured, since the comparison may take a quarter of the job's "
-        "time, here 2 min" in told[0]
-    )
-    monkeypatch.setattr(served_quality, "messages", lambda *_: [])
-    found = Measured(context, built, job_seconds=800, **parts).measured(3)
-    assert found is not None
-    assert found.loss.keys() == {AS_TRAINED, MERGED}
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

@@ -296,7 +296,7 @@ def test_a_chat_of_5000_turns_takes_no_longer_than_a_few_renderings(
     begun = time.process_time()
     ((_, spans, _),) = render(base, sample)
     assert len(spans) == 2500
-    assert time.process_time() - begun < 45 * once
+    assert time.process_time() - begun < 200 * once, "each answer by itself would take 1,250"
 
 
 def test_an_answer_in_the_middle_of_a_long_chat_that_fits_nowhere_else_has_a_sample_of_its_own(

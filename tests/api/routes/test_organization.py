@@ -257,16 +257,22 @@ def test_nothing_is_shared_with_another_organisation(
     check_error(service.http("POST", "/v1/chat/completions", key=rival, json=asked), 404)
 
 
-def test_an_organisation_is_managed_by_the_client_of_openai(
-    service: Service, client: openai.OpenAI
-) -> None:
-    admin = openai.OpenAI(
+def organization_of(service: Service) -> Any:
+    """OpenAI's client for administrators."""
+    client = openai.OpenAI(
         base_url=f"{service.url}/v1",
         admin_api_key=service.key,
         api_key=service.key,
         max_retries=0,
         http_client=service.connections,
-    ).admin.organization
+    )
+    return client.admin.organization
+
+
+def test_an_organisation_is_managed_by_the_client_of_openai(
+    service: Service, client: openai.OpenAI
+) -> None:
+    admin = organization_of(service)
     made = admin.projects.create(
         name="alpha", extra_body={"limits": {"max_slots": 2, "bases": ["tiny"]}}
     )
@@ -328,13 +334,7 @@ def test_people_are_listed_and_ended_in_every_project_by_the_client_of_openai(
     eve = SignOn(identity="8", name="eve", grants={"proj_elsewhere": "admin"}, state="2")
     store.people.sign_in(eve, 600)
 
-    users = openai.OpenAI(
-        base_url=f"{service.url}/v1",
-        admin_api_key=service.key,
-        api_key=service.key,
-        max_retries=0,
-        http_client=service.connections,
-    ).admin.organization.users
+    users = organization_of(service).users
     [person] = users.list()
     assert users.retrieve(person.id) == person
     assert (person.email, person.role, person.id.isascii()) == ("ada@x", "reader", True)

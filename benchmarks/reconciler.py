@@ -186,30 +186,9 @@ def growth_of(
             hold_horizon(stack.enter_context(store.reading()))
             age(store, 60 * aged)
         before = sizes(store)
-        written: dict[int, int] = {}
-        lists: list[float] = []
-        ages: list[float] = []
-        rounds: list[float] = []
-        """When each round began: a job is looked at once in a round."""
         own = time.process_time() + server_seconds(server)
-        began = next_second = time.monotonic()
-        step = 0
-        while (now := time.monotonic()) < began + seconds:
-            if now >= next_second:
-                next_second += 1.0
-                first = step % 10
-                report(folder, range(first, running, 10), written)
-                step += 1
-                asked = time.perf_counter()
-                store.jobs.list_jobs(f"proj_{step % options.projects}", limit=20)
-                lists.append(1000 * (time.perf_counter() - asked))
-                ages.append(store.statistics().overdue_seconds)
-            begins = reconciler._next_round._next
-            did = reconciler.step()
-            if reconciler._next_round._next != begins:
-                rounds.append(time.monotonic())
-            if not did:
-                time.sleep(min(POLL_SECONDS, max(0.0, next_second - time.monotonic())))
+        began = time.monotonic()
+        lists, ages, rounds = reconciled(store, reconciler, folder, running, seconds, options)
         took = time.monotonic() - began
         own = time.process_time() + server_seconds(server) - own
         after = sizes(store)
@@ -231,6 +210,42 @@ def growth_of(
             "indexes_mib_hour": round(grown["indexes"] / 2**20 * 3600 / took),
             "database_gib_day": round(grown["database"] / 2**30 * 86400 / took, 1),
         }
+
+
+def reconciled(
+    store: Store,
+    reconciler: Reconciler,
+    folder: Path,
+    running: int,
+    seconds: float,
+    options: argparse.Namespace,
+) -> tuple[list[float], list[float], list[float]]:
+    """Let the reconciler run with its own intervals; each second a tenth of the jobs reports a step.
+
+    Return milliseconds of a list and seconds since the oldest note, of each second, and when each
+    round began, in which a job is looked at once.
+    """
+    written: dict[int, int] = {}
+    lists: list[float] = []
+    ages: list[float] = []
+    rounds: list[float] = []
+    began = next_second = time.monotonic()
+    while (now := time.monotonic()) < began + seconds:
+        if now >= next_second:
+            next_second += 1.0
+            report(folder, range(len(lists) % 10, running, 10), written)
+            asked = time.perf_counter()
+            project = (len(lists) + 1) % options.projects
+            store.jobs.list_jobs(f"proj_{project}", limit=20)
+            lists.append(1000 * (time.perf_counter() - asked))
+            ages.append(store.statistics().overdue_seconds)
+        begins = reconciler._next_round._next
+        did = reconciler.step()
+        if reconciler._next_round._next != begins:
+            rounds.append(time.monotonic())
+        if not did:
+            time.sleep(min(POLL_SECONDS, max(0.0, next_second - time.monotonic())))
+    return lists, ages, rounds
 
 
 def hold_horizon(connection: Connection) -> None:

@@ -306,6 +306,7 @@ def _dimensions(
         name: module for name, module in model.named_modules() if isinstance(module, ExpertsLinear)
     }
     experts = max((stack.num_experts for stack in stacks.values()), default=0)
+    mixtures = [module for module in model.modules() if isinstance(module, FrozenExperts)]
     inner = [stack.in_features for name, stack in stacks.items() if last_name(name) == GATED[1]]
     gated = any("gate" in name for name in linears)
     beside = _beside_experts(model, layers, inside)
@@ -333,40 +334,8 @@ def _dimensions(
         fused=_fused_parts(model, layers, hidden),
         shared_intermediate=max(shared.values(), default=0) // (hidden * (3 if gated else 2)),
         shared_scaled=any(weight.rows == 1 for weight in beside),
-        shares_in_fp32=_shares_in_fp32(model, hidden),
+        silu_experts=bool(mixtures) and all(mixture.gated_by_silu for mixture in mixtures),
     )
-
-
-class _SeenError(Exception):
-    """Ends a forward at the experts."""
-
-
-def _shares_in_fp32(model: nn.Module, hidden: int) -> bool:
-    """Whether the first experts of a model on meta get shares in fp32 from hidden states in bf16.
-
-    It is taken to be so where the module that holds them cannot be called by itself.
-    """
-    name = next(
-        (name for name, module in model.named_modules() if isinstance(module, FrozenExperts)), None
-    )
-    if name is None:
-        return False
-    given: list[torch.dtype] = []
-
-    def see(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given.append((kwargs["top_k_weights"] if "top_k_weights" in kwargs else args[2]).dtype)
-        raise _SeenError
-
-    seen = model.get_submodule(name).register_forward_pre_hook(see, with_kwargs=True)
-    try:
-        model.get_submodule(name.rpartition(".")[0])(
-            torch.empty(1, 2, hidden, dtype=torch.bfloat16, device="meta")
-        )
-    except Exception:  # _SeenError, and what an architecture's own code raises
-        pass
-    finally:
-        seen.remove()
-    return given != [torch.bfloat16]
 
 
 def _beside_experts(

@@ -129,9 +129,9 @@ class Dimensions:
     """
     shared_scaled: bool = False
     """Whether a gate of one number a token multiplies what shared experts give."""
-    shares_in_fp32: bool = False
-    """Whether experts' shares are fp32 whatever the compute type, and so what they are multiplied
-    with.
+    silu_experts: bool = False
+    """Whether experts are gated by SiLU of half of a stack's rows, which is computed again in the
+    backward.
     """
 
 

@@ -16,14 +16,13 @@ the feed-forward's width, L layers, K bytes kept by a layer:
                           weight, and on a processor that computes bf16 by fp32 4 i for the result
                           in it
     the experts' shares   with experts, k of which a token meets: T (L K - 4 h), the incoming
-                          gradient, and three of c k h: the gradients of the sum's terms and of the
-                          experts' results, and the product of which the shares' gradient is the
-                          sum, in fp32 if the shares are, plus a copy in c; or, at the gates of wide
-                          experts, what a feed-forward needs, less c k h
+                          gradient, c k h for that of the experts' results, and three of h, one of
+                          them in fp32; or, at the gates of wide experts, what a feed-forward
+                          needs, less c k h
 
 With experts K has the k results that their shares multiply, c k h, and i is k times an expert's
 width, apart from that of shared experts, which every token passes. Experts without adapters keep
-gate, up and the gate's activation, and not the product.
+gate and up, and the gate's activation unless it is SiLU; not the product.
 
 With activation checkpointing L K is what the layers before keep, plus K of the layer that was
 computed again. K is less where fused kernels compute norms and feed-forwards
@@ -648,19 +647,19 @@ def _backward_of_experts(job: ShardedJob) -> int:
     """Bytes per token that the backward of a layer's experts needs besides what they keep, at the
     shares or at the gates.
 
-    At the gates the results are no longer kept, and a product that no adapter needs never was.
-    Shares in fp32 make fp32 of what they multiply, and of the results' gradient a copy in the
-    compute type.
+    At the gates the results are no longer kept, and a product that no adapter needs never was. At
+    the shares one place of all tokens is multiplied at a time, in fp32, and the experts' input is
+    there.
     """
     shape = job.base.dimensions
     if not shape.experts:
         return 0
+    compute = job.compute_bytes
     results = _routed_hidden(shape)
     kept_product = shape.expert_intermediate in _adapted_widths(job)
     at_gates = ((3 if shape.gated else 2) - kept_product) * _routed_width(shape) - results
-    in_fp32 = shape.shares_in_fp32 and job.compute_bytes != FP32_BYTES
-    at_shares = 3 * FP32_BYTES + job.compute_bytes if in_fp32 else 3 * job.compute_bytes
-    return max(at_shares * results, job.compute_bytes * at_gates)
+    at_shares = compute * results + (2 * compute + FP32_BYTES) * shape.hidden
+    return max(at_shares, compute * at_gates)
 
 
 def _adapted_widths(job: ShardedJob) -> set[int]:
@@ -670,8 +669,8 @@ def _adapted_widths(job: ShardedJob) -> set[int]:
 
 def _kept_by_experts(job: ShardedJob) -> int:
     """Bytes per token that a layer's experts and their router keep: the results, which the shares
-    multiply; gate, up and the gate's activation; the router's probabilities; and where stacks are
-    adapted, their inputs.
+    multiply; gate, up and, unless it is SiLU, the gate's activation; the router's probabilities;
+    and where stacks are adapted, their inputs.
     """
     shape = job.base.dimensions
     compute = job.compute_bytes
@@ -679,9 +678,8 @@ def _kept_by_experts(job: ShardedJob) -> int:
         return 0
     widths = _adapted_widths(job)
     hidden = _routed_hidden(shape) * (2 if shape.hidden in widths else 1)
-    inner = _routed_width(shape) * (
-        (3 if shape.gated else 1) + (shape.expert_intermediate in widths)
-    )
+    gates = 3 - shape.silu_experts if shape.gated else 1
+    inner = _routed_width(shape) * (gates + (shape.expert_intermediate in widths))
     return (
         compute * (hidden + inner)
         + CHOICE_BYTES * shape.experts_per_token

@@ -48,14 +48,16 @@ from workers.base.load import _owners
 from workers.data import batches
 from workers.layers import packed_attention, segments
 from workers.model import build
-from workers.quant import fp8_products, frozen_linear, gpu_kernels, nf4
+from workers.quant import decoding, e2m1, fp8_products, frozen_linear, gpu_kernels, nf4
 from workers.quant.rowwise import RowQuantized
 
 KERNEL_MODULES = (
+    "workers.layers.expert_rows_kernels",
     "workers.layers.fused_kernels",
     "workers.layers.loss_kernel",
     "workers.layers.low_rank_kernel",
     "workers.layers.mask_kernel",
+    "workers.quant.code_kernels",
     "workers.quant.fp8_kernels",
     "workers.quant.nf4_kernels",
 )
@@ -369,7 +371,8 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[torch.device]:
                 lambda module, compare, device: (importlib.import_module(module), None),
             )
         )
-        for cached in (nf4.values, fp8_products.ones, packed_attention.no_dropout):
+        tables = nf4.values, decoding.e4m3_values, e2m1._values
+        for cached in (*tables, fp8_products.ones, packed_attention.no_dropout):
             cached.cache_clear()
             stack.callback(cached.cache_clear)
         # By no mode but this one.

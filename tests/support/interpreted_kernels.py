@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +26,7 @@ from tests.support.training.parity import set_adapters
 from tests.support.triton_programs import correct_casts
 from workers.base.load import load
 from workers.data.batches import make_batch
-from workers.layers import dropout, fused
+from workers.layers import dropout, expert_rows, fused
 from workers.model import build
 from workers.model.probes import Probed
 from workers.patches.fused_layers import fuse
@@ -37,10 +37,17 @@ CPU = torch.device("cpu")
 LENGTHS = (11, 14, 2)
 
 
-def compare(base: Path, *, packed: bool, **options: Any) -> Counter[str]:
+CLOSE = 1e-3
+"""Largest relative distance of gradients in bf16.
+
+Sums in another order change the last bit of a number in some thousand.
+"""
+
+
+def compare(base: Path, *, packed: bool, close: float = CLOSE, **options: Any) -> Counter[str]:
     """Raise AssertionError if the loss or a gradient is another with the kernels.
 
-    Returns how often each was called.
+    `close`: the largest relative distance. Returns how often each kernel was called.
     """
     options["precision"] = {"compute": "bf16", **options["precision"]}
     spec = spec_for(base, lora={"r": 4, "lora_dropout": 0.1}, **options)
@@ -50,15 +57,8 @@ def compare(base: Path, *, packed: bool, **options: Any) -> Counter[str]:
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         apart = float((tensor - expected[name]).norm() / expected[name].norm())
-        assert apart < CLOSE, f"{name}: {apart:.1e}"
+        assert apart < close, f"{name}: {apart:.1e}"
     return called
-
-
-CLOSE = 1e-3
-"""Largest relative distance of gradients in bf16.
-
-Sums in another order change the last bit of a number in some thousand.
-"""
 
 
 def step(spec: JobSpec, *, packed: bool) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ def kernels_in_place() -> Iterator[Counter[str]]:
 
     Yields how often each was called.
     """
-    from workers.layers import fused_kernels, mask_kernel
+    from workers.layers import expert_rows_kernels, fused_kernels, mask_kernel
     from workers.quant import nf4_kernels
 
     correct_casts(by_way_of_fp16=False)
@@ -93,20 +93,24 @@ def kernels_in_place() -> Iterator[Counter[str]]:
         return nf4_kernels.dequantised(*parts, nf4.values(CPU), cols, dtype)
 
     with ExitStack() as stack:
-        for module in (fused_kernels, mask_kernel, nf4_kernels):
+        for module in (expert_rows_kernels, fused_kernels, mask_kernel, nf4_kernels):
             for name in _functions(module):
                 stack.enter_context(
                     patch.object(module, name, _counted(getattr(module, name), called))
                 )
         stack.enter_context(patch.object(build, "choose_arithmetic", _with_fused_layers))
-        stack.enter_context(
-            patch.object(
-                fused.KERNEL, "on", lambda device: fused_kernels if device == CPU else None
-            )
-        )
+        for kernel, module in (
+            (fused.KERNEL, fused_kernels),
+            (expert_rows.KERNEL, expert_rows_kernels),
+        ):
+            stack.enter_context(patch.object(kernel, "on", partial(_on_the_processor, module)))
         stack.enter_context(patch.object(dropout, "_kept_by_parts", mask_kernel.kept_mask))
         stack.enter_context(patch.object(nf4, "_dequantize_by_parts", dequantise))
         yield called
+
+
+def _on_the_processor(module: ModuleType, device: torch.device) -> ModuleType | None:
+    return module if device == CPU else None
 
 
 def _with_fused_layers(base: nn.Module, *_: Any) -> build.Arithmetic:

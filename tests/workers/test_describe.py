@@ -124,28 +124,29 @@ def test_what_fused_kernels_compute_is_described(
 
 
 @pytest.mark.parametrize(
-    ("family", "width", "scaled", "in_fp32"),
+    ("family", "width", "scaled", "by_silu"),
     [
         ("qwen3", 0, False, False),
-        ("qwen3_moe", 0, False, False),
+        ("qwen3_moe", 0, False, True),
         ("mixtral", 0, False, True),
+        ("gpt_oss", 0, False, False),
         ("deepseek_v3", 40, False, True),
-        ("nemotron_h", 56, False, True),
-        ("gemma4_text", 112, False, True),
-        ("granitemoehybrid", 40, False, False),
-        ("qwen3_next", 40, True, False),
+        ("nemotron_h", 56, False, False),
+        ("gemma4_text", 112, False, False),
+        ("granitemoehybrid", 40, False, True),
+        ("qwen3_next", 40, True, True),
     ],
 )
 def test_what_every_token_passes_beside_experts_is_described(
-    family: str, width: int, scaled: bool, in_fp32: bool, tmp_path: Path
+    family: str, width: int, scaled: bool, by_silu: bool, tmp_path: Path
 ) -> None:
     """Shared experts, or next to gemma4's experts a dense feed-forward; granite's are no part of
-    the mixture's module. And whether the experts' shares are fp32 in a model in bf16, as they are
-    by a router that computes in fp32.
+    the mixture's module. And whether experts are gated by SiLU: gemma's are by GELU, gpt-oss' by
+    numbers that are cut at a limit, and nemotron's not at all.
     """
     dimensions = describe(str(save_tiny(family, tmp_path))).dimensions
-    found = (dimensions.shared_intermediate, dimensions.shared_scaled, dimensions.shares_in_fp32)
-    assert found == (width, scaled, in_fp32)
+    found = (dimensions.shared_intermediate, dimensions.shared_scaled, dimensions.silu_experts)
+    assert found == (width, scaled, by_silu)
 
 
 UNKNOWN = ("kimi_k2", "kimi_k3", "minimax_m3", "mimo", "nemotron-nas", "internlm2", "chatglm")

@@ -43,3 +43,22 @@ def test_every_form_of_norm_does(family: str, norms: int, gates: int, tmp_path: 
     run_with_triton(
         STEP, tmp_path, str(base), "bf16", str(norms), str(gates), "2", TRITON_INTERPRET="1"
     )
+
+
+EXPERTS = """
+import sys
+from pathlib import Path
+from tests.support.interpreted_kernels import compare
+called = compare(Path(sys.argv[1]), packed=True, close=3e-2, precision={"default": "bf16"})
+assert called["gated_halves"] == called["gated_halves_grad"] == 2, called
+assert called["summed"] == 2 + 2 and called["sums_grad"] == 2, called
+"""
+
+
+@pytest.mark.slow
+def test_experts_train_as_they_do_without_kernels(tmp_path: Path) -> None:
+    """Sums that lie between two numbers of bf16 are rounded up on a processor and to the even one
+    by kernels, so that a token may meet another expert in the next layer.
+    """
+    base = save_tiny("qwen3_moe", tmp_path / "base")
+    run_with_triton(EXPERTS, tmp_path, str(base), TRITON_INTERPRET="1")

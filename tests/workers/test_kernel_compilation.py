@@ -174,6 +174,48 @@ KERNELS = [
             ("_gated_grad", ("grad", "gate", "up", "of_gate", "of_up")),
         )
     ),
+    *(
+        Compiled(
+            "workers.layers.expert_rows_kernels",
+            name,
+            types("*bf16", *tensors) | types("i32", "rows", "width"),
+            ({"height": 4, "block": 1024},),
+            warps=8,
+            aligned=((*tensors, "width"),),
+            has={"": _DIVIDES},
+            has_not=_ROUNDS_TWICE,
+        )
+        for name, tensors in (
+            ("_gated_halves", ("both", "y")),
+            ("_gated_halves_grad", ("grad", "both", "of_both")),
+        )
+    ),
+    Compiled(
+        "workers.layers.expert_rows_kernels",
+        "_summed",
+        types("*bf16", "y", "shares", "total") | {"rows": "*i64", "width": "i32"},
+        tuple({"k": 8, "scaled": scaled, "block": 1024} for scaled in (True, False)),
+        aligned=(("y", "rows", "shares", "total", "width"),),
+    ),
+    Compiled(
+        "workers.layers.expert_rows_kernels",
+        "_sums_grad",
+        types("*bf16", "grad", "y", "of_y")
+        | types("*fp32", "shares", "of_shares")
+        | {"choices": "*i64", "width": "i32"},
+        ({"k": 8, "steps": 2, "block": 1024},),
+        aligned=(("grad", "y", "of_y", "shares", "of_shares", "choices", "width"),),
+    ),
+    Compiled(
+        "workers.quant.code_kernels",
+        "_decoded",
+        types("*fp32", "scales", "values")
+        | {"codes": "*u8", "weight": "*bf16"}
+        | types("i32", "rows", "width", "blocks", "cols", "in_block"),
+        tuple({"paired": paired, "height": 1, "block": 1024} for paired in (True, False)),
+        aligned=(("codes", "scales", "values", "weight", "width", "cols", "in_block"),),
+        has_not={"": ["div.full", ".ftz"]},
+    ),
     Compiled(
         "workers.quant.nf4_kernels",
         "_dequantised",

@@ -248,6 +248,8 @@ WIDE = {**SMALL, "intermediate_size": 384, "head_dim": 16, "num_hidden_layers": 
 """A feed-forward whose backward needs more than that of attention, for which the processor writes
 its scores; and so many layers that what they keep is most of the peak.
 """
+FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+"""Likewise, beside experts."""
 FUSED_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bf16": ("llama", WIDE, {}),
     "bf16, norms of heads": ("qwen3", WIDE, {}),
@@ -256,8 +258,8 @@ FUSED_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "nf4, full": ("llama", WIDE, {"default": "nf4", "mode": "full"}),
     "selective": ("llama", WIDE, {"mode": "selective"}),
     "trained whole": ("llama", WIDE, {"whole": ["embed_tokens", "lm_head"]}),
-    "experts": ("qwen3_moe", EXPERTS, {}),
-    "shared experts": ("qwen2_moe", SHARED, {}),
+    "experts": ("qwen3_moe", {**EXPERTS, **FEW_HEADS}, {}),
+    "shared experts": ("qwen2_moe", {**SHARED, **FEW_HEADS}, {}),
 }
 SLOW_FUSED = FUSED_CASES.keys() - {"bf16, norms of heads"}
 """The other has every kernel, whose stand-ins are slow."""

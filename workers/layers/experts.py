@@ -17,6 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ft_service.errors import SpecError
+from workers.layers.expert_rows import (
+    Route,
+    gated_halves,
+    kernels_for,
+    rows_of_tokens,
+    sums_by_token,
+)
 from workers.quant.grouped_linear import PLAIN, grouped_linear, grouped_matrices
 from workers.quant.rowwise import RowQuantized
 
@@ -95,12 +102,16 @@ class FrozenExperts(nn.Module):
         self._activate: Callable[[Tensor], Tensor] = (
             gate if self.projections == GATED else said.act_fn.forward
         )
+        self.gated_by_silu = self.projections == GATED and _is_silu_of_halves(self._activate)
+        """Whether rows are gated by `gated_halves`, which does not keep the activation."""
+        self.by_kernels = False
+        """Whether kernels compute what happens to rows around the products, where they can."""
         self.post_expert_norm = (
             said.post_expert_norm if getattr(said, "has_post_expert_norm", False) else None
         )
         self.scales_input = getattr(stock, SCALES_INPUT, False)
-        self.adapters: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
-        """Stack → what is added to its product."""
+        self.adapters: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+        """Stack → what adds the adapter's part to its product."""
         self.seen_turned = self.scales_input
         """Whether PEFT, which asks the module, takes the stacks' inputs for their outputs."""
 
@@ -109,31 +120,32 @@ class FrozenExperts(nn.Module):
         hidden].
         """
         first, second = self.projections
-        k = top_k_index.shape[-1]
-        chosen = top_k_index.reshape(-1)
-        order = torch.argsort(chosen, stable=True)
-        experts = chosen[order]
-        counts = chosen.new_zeros(getattr(self, first).num_experts).scatter_add_(
-            0, chosen, torch.ones_like(chosen)
-        )
-        shares = top_k_weights.reshape(-1)[order].unsqueeze(1)
-        x = hidden_states[order // k]
-        x = self._project(first, x * shares if self.scales_input else x, counts, experts)
-        y = self._project(second, self._activate(x), counts, experts)
+        chosen = top_k_index.reshape(-1, top_k_index.shape[-1])
+        shares = top_k_weights.reshape(chosen.shape)
+        route = Route.of(chosen, getattr(self, first).num_experts)
+        by = kernels_for(hidden_states) if self.by_kernels else None
+        x = rows_of_tokens(hidden_states, route, by)
+        if self.scales_input:
+            x = x * shares.reshape(-1)[route.choices].unsqueeze(1)
+        x = self._project(first, x, route, chosen)
+        y = self._project(second, self._gated(x, by), route, chosen)
         y = y if self.post_expert_norm is None else self.post_expert_norm(y)
-        y = y if self.scales_input else y * shares
-        back = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=order.device)
-        )
-        return y[back].unflatten(0, (-1, k)).sum(dim=1).to(hidden_states.dtype)
+        scales = None if self.scales_input else shares
+        return sums_by_token(y, scales, route, hidden_states.dtype, by)
 
-    def _project(self, projection: str, x: Tensor, counts: Tensor, experts: Tensor) -> Tensor:
-        """x [n, in], sorted by expert → [n, out]. `experts`: the expert of each row."""
-        y = getattr(self, projection)(x, counts)
+    def _gated(self, x: Tensor, by: Any) -> Tensor:
+        return gated_halves(x, by) if self.gated_by_silu else self._activate(x)
+
+    def _project(self, projection: str, x: Tensor, route: Route, chosen: Tensor) -> Tensor:
+        """x [n, in], sorted by expert → [n, out]. `chosen` [tokens, k]: experts."""
+        y = getattr(self, projection)(x, route.counts)
         adapter = self.adapters.get(projection)
-        y = y if adapter is None else y + adapter(x, counts)
+        if adapter is not None:
+            y = adapter(x, route.counts, y)
         bias: Tensor | None = getattr(self, projection + _BIAS, None)
-        return y if bias is None else y + bias[experts].to(y.dtype)
+        if bias is not None:
+            y.add_(bias[chosen.reshape(-1)[route.choices]].to(y.dtype))
+        return y
 
 
 def _halves(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -144,6 +156,22 @@ def _halves(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
         return activation(gate) * up
 
     return apply
+
+
+def _is_silu_of_halves(activate: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a gate is SiLU of the first half of the columns times the second, found by calling it
+    on numbers beyond any limit at which others cut them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    both = torch.randn(64, 32, generator=generator, device="cpu")
+    both = both.mul_(torch.logspace(-3, 4, 64, device="cpu")[:, None]).bfloat16()
+    gate, up = both.chunk(2, dim=-1)
+    try:
+        with torch.no_grad():
+            found = activate(both)
+    except Exception:  # it has tensors, which are on meta
+        return False
+    return found.shape == gate.shape and torch.equal(found, nn.functional.silu(gate) * up)
 
 
 def declare_input_scaled(experts: Any) -> None:
@@ -263,17 +291,13 @@ class _ExpertsLora:
         self._turned = turned
         self.scale = scale
 
-    def __call__(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [n, in], sorted by expert → [n, out]."""
+    def __call__(self, x: Tensor, counts: Tensor, y: Tensor) -> Tensor:
+        """Add what it makes of x [n, in], sorted by expert, to y [n, out], in place."""
         experts = counts.shape[0]
         a = self._holder.lora_A[ADAPTER].weight.to(x.dtype)
-        b = self._holder.lora_B[ADAPTER].weight.to(x.dtype)
+        b = (self._holder.lora_B[ADAPTER].weight * self.scale).to(x.dtype)
         a = a.unflatten(0, (experts, -1))  # [experts, r, wide]
         b = b.unflatten(1, (-1, experts)).permute(2, 0, 1)  # [experts, high, r]
         first, second = (b.mT, a.mT) if self._turned else (a, b)
-        return (
-            grouped_matrices(
-                grouped_matrices(x, first.contiguous(), counts), second.contiguous(), counts
-            )
-            * self.scale
-        )
+        down = grouped_matrices(x, first.contiguous(), counts)
+        return grouped_matrices(down, second.contiguous(), counts, onto=y)

@@ -14,13 +14,15 @@ from workers.layers import (
     capped_attention,
     cudnn_attention,
     dropout,
+    expert_rows,
     fused,
     low_rank,
     packed_attention,
 )
+from workers.layers.experts import FrozenExperts
 from workers.model import head
 from workers.model.build import BuiltModel
-from workers.quant import fp8_products, nf4
+from workers.quant import decoding, fp8_products, nf4
 from workers.quant.gpu_kernels import CheckedKernel
 
 
@@ -66,6 +68,10 @@ def _stores_nf4(spec: JobSpec, built: BuiltModel) -> bool:
     return "nf4" in built.formats.values()
 
 
+def _stores_other_codes(spec: JobSpec, built: BuiltModel) -> bool:
+    return not {"fp8", "fp8_blocks", "nvfp4", "mxfp4"}.isdisjoint(built.formats.values())
+
+
 def _computes_bf16(spec: JobSpec, built: BuiltModel) -> bool:
     return spec.precision.compute == "bf16"
 
@@ -77,6 +83,11 @@ def _layers_have(attribute: str, spec: JobSpec, built: BuiltModel) -> bool:
 
 def _fuses(spec: JobSpec, built: BuiltModel) -> bool:
     return spec.wants_fused_kernels
+
+
+def _has_experts(spec: JobSpec, built: BuiltModel) -> bool:
+    modules = built.peft_model.modules()
+    return any(isinstance(own, FrozenExperts) and own.by_kernels for own in modules)
 
 
 KERNEL_USES = (
@@ -102,6 +113,11 @@ KERNEL_USES = (
         nf4.KERNEL,
         _stores_nf4,
         "NF4 weights are dequantised by several kernels instead of one",
+    ),
+    KernelUse(
+        decoding.KERNEL,
+        _stores_other_codes,
+        "Weights in FP8, NVFP4 or MXFP4 are dequantised by several kernels instead of one",
     ),
     KernelUse(
         head.KERNEL,
@@ -135,6 +151,11 @@ KERNEL_USES = (
         _fuses,
         "precision.fused_kernels: the model's own operations are used, more slowly",
         "warn",
+    ),
+    KernelUse(
+        expert_rows.KERNEL,
+        _has_experts,
+        "Rows of experts are gated and added up by several operations instead of kernels",
     ),
 )
 """In the order of the events."""

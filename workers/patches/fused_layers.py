@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.layers import fused
+from workers.layers.experts import FrozenExperts
 from workers.layers.fused import Form
 from workers.patches.forward import replace_forward
 
@@ -44,10 +45,16 @@ class FusedLayers:
     gates: int
     rotations: int
     """Modeling modules whose function that rotates is replaced."""
+    mixtures: int = 0
+    """Of experts, whose rows they take, gate and add up."""
 
     def __str__(self) -> str:
-        rotation = ", and rotary positions" if self.rotations else ""
-        return f"{self.norms} norms and {self.gates} feed-forwards{rotation}"
+        parts = [f"{self.norms} norms", f"{self.gates} feed-forwards"]
+        if self.mixtures:
+            parts.append(f"the rows of {self.mixtures} mixtures of experts")
+        if self.rotations:
+            parts.append("rotary positions")
+        return ", ".join(parts[:-1]) + f" and {parts[-1]}"
 
 
 def fuse(model: nn.Module) -> FusedLayers:
@@ -59,8 +66,12 @@ def fuse(model: nn.Module) -> FusedLayers:
         replace_forward(module, _Norm(module, module.forward, *known))
     for module, parts in gates.items():
         replace_forward(module, _Gated(module, module.forward, parts))
+    mixtures = [module for module in model.modules() if isinstance(module, FrozenExperts)]
+    for mixture in mixtures:
+        mixture.by_kernels = True
     modules = {sys.modules[type(part).__module__] for part in model.modules()}
-    return FusedLayers(len(norms), len(gates), sum(_rotate_by_kernel(own) for own in modules))
+    rotations = sum(_rotate_by_kernel(own) for own in modules)
+    return FusedLayers(len(norms), len(gates), rotations, len(mixtures))
 
 
 def norms_and_gates(

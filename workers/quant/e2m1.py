@@ -11,6 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from workers.quant import decoding
 from workers.quant.fp8 import in_cache
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -52,6 +53,9 @@ def decode(codes: Tensor, scales: Tensor, block: int, cols: int, dtype: torch.dt
     """
     rows = codes.shape[0]
     width = codes.shape[1] * 2
+    weight = decoding.decoded(codes, scales, _values(codes.device), block // 2, cols, dtype)
+    if weight is not None:
+        return weight
     if dtype.itemsize not in _AS_INTEGER:
         return decode(codes, scales, block, cols, torch.float32).to(dtype)
     pairs = _pairs(dtype, codes.device).view(_AS_INTEGER[dtype.itemsize]).view(-1)
@@ -66,10 +70,15 @@ def decode(codes: Tensor, scales: Tensor, block: int, cols: int, dtype: torch.dt
 
 
 @cache
+def _values(device: torch.device) -> Tensor:
+    """What the 16 codes stand for, fp32."""
+    with torch.inference_mode(mode=False):
+        return torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], device=device)
+
+
+@cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The two values of every byte: [256, 2]."""
     with torch.inference_mode(mode=False):
-        values = torch.tensor(
-            [*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype, device=device
-        )
+        values = _values(device).to(dtype)
         return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)

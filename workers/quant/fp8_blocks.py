@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ft_service.spec import FORMATS
-from workers.quant import fp8
+from workers.quant import decoding, fp8
 
 BLOCK = FORMATS["fp8_blocks"].block
 """Columns that share one scale; the last ones of a row may be fewer."""
@@ -66,6 +66,10 @@ def quantize(weight: Tensor) -> FP8BlocksParts:
 
 def dequantize(parts: FP8BlocksParts, cols: int, dtype: torch.dtype) -> Tensor:
     """The weight [rows, cols] in `dtype`: the product with the scales in fp32, rounded once."""
+    values = decoding.e4m3_values(parts.codes.device)
+    made = decoding.decoded(*parts, values, BLOCK, cols, dtype)
+    if made is not None:
+        return made
     weight = parts.codes.to(dtype)  # exact: every code is a number of any of these dtypes
     whole = cols - cols % BLOCK
     for part, scales in fp8.in_cache(weight, parts.scales):

@@ -12,7 +12,7 @@ multiplies them and reads the counts itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ft_service.kernel_limits import GROUPED_MULTIPLE, grouped_fits, matrices_at_a_time
+from workers.quant import frozen_linear
+from workers.quant.direct_function import DirectFunction, once_differentiable
 from workers.quant.frozen_linear import PLAIN, dense
 
 GROUPED_CAPABILITIES = (9, 10)
@@ -36,7 +38,7 @@ class GroupedWeight:
     format `name`.
     """
 
-    parts: list[Tensor]
+    parts: Sequence[Tensor]
     name: str
     rows: int
     cols: int
@@ -52,34 +54,67 @@ class GroupedWeight:
         return weight.contiguous().view(last - first, self.rows, self.cols)
 
 
-@torch.library.custom_op("ft_service::grouped_linear", mutates_args=())
 def grouped_linear(
-    x: Tensor, counts: Tensor, parts: list[Tensor], name: str, rows: int, cols: int
+    x: Tensor, counts: Tensor, parts: Sequence[Tensor], name: str, rows: int, cols: int
 ) -> Tensor:
     """x [n, cols], sorted by group → [n, rows], in x's dtype.
 
     `counts` int64 [groups]: number of rows of x in each group.
     """
-    weight = GroupedWeight(parts, name, rows, cols)
-    if is_grouped(x, rows, cols):
+    if frozen_linear.watched():
+        return _operator(x, counts, list(parts), name, rows, cols)
+    return _GroupedLinear.apply(x, counts, name, rows, cols, *parts)  # pyright: ignore[reportReturnType]
+
+
+class _GroupedLinear(DirectFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, counts: Tensor, name: str, rows: int, cols: int, *parts: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(counts, *parts)
+        ctx.name = name
+        ctx.rows = rows
+        ctx.cols = cols
+        return _product(x, counts, GroupedWeight(parts, name, rows, cols))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        counts, *parts = ctx.saved_tensors
+        weight = GroupedWeight(parts, ctx.name, ctx.rows, ctx.cols)
+        return _product_grad(grads[0], counts, weight), *[None] * (4 + len(parts))
+
+
+def _product(x: Tensor, counts: Tensor, weight: GroupedWeight) -> Tensor:
+    if is_grouped(x, weight.rows, weight.cols):
         return grouped_product(x, counts, weight, transposed=True)
-    y = x.new_empty(x.shape[0], rows)
+    y = x.new_empty(x.shape[0], weight.rows)
     for group, own in _groups(counts):
-        y[own] = F.linear(x[own], weight.matrices(group, group + 1, x.dtype)[0])
+        torch.mm(x[own], weight.matrices(group, group + 1, x.dtype)[0].t(), out=y[own])
     return y
 
 
+def _product_grad(grad: Tensor, counts: Tensor, weight: GroupedWeight) -> Tensor:
+    if is_grouped(grad, weight.rows, weight.cols):
+        return grouped_product(grad, counts, weight, transposed=False)
+    x_grad = grad.new_empty(grad.shape[0], weight.cols)
+    for group, own in _groups(counts):
+        torch.mm(grad[own], weight.matrices(group, group + 1, grad.dtype)[0], out=x_grad[own])
+    return x_grad
+
+
+@torch.library.custom_op("ft_service::grouped_linear", mutates_args=())
+def _operator(
+    x: Tensor, counts: Tensor, parts: list[Tensor], name: str, rows: int, cols: int
+) -> Tensor:
+    return _product(x, counts, GroupedWeight(parts, name, rows, cols))
+
+
 @torch.library.custom_op("ft_service::grouped_linear_grad", mutates_args=())
-def _grouped_linear_grad(
+def _grad_operator(
     grad: Tensor, counts: Tensor, parts: list[Tensor], name: str, rows: int, cols: int
 ) -> Tensor:
-    weight = GroupedWeight(parts, name, rows, cols)
-    if is_grouped(grad, rows, cols):
-        return grouped_product(grad, counts, weight, transposed=False)
-    x_grad = grad.new_empty(grad.shape[0], cols)
-    for group, own in _groups(counts):
-        x_grad[own] = grad[own] @ weight.matrices(group, group + 1, grad.dtype)[0]
-    return x_grad
+    return _product_grad(grad, counts, GroupedWeight(parts, name, rows, cols))
 
 
 def is_grouped(x: Tensor, rows: int, cols: int) -> bool:
@@ -150,12 +185,12 @@ def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
         start += count
 
 
-@grouped_linear.register_fake
+@_operator.register_fake
 def _(x: Tensor, counts: Tensor, parts: list[Tensor], name: str, rows: int, cols: int) -> Tensor:
     return x.new_empty(x.shape[0], rows)
 
 
-@_grouped_linear_grad.register_fake
+@_grad_operator.register_fake
 def _(grad: Tensor, counts: Tensor, parts: list[Tensor], name: str, rows: int, cols: int) -> Tensor:
     return grad.new_empty(grad.shape[0], cols)
 
@@ -167,20 +202,24 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     counts, *parts = ctx.saved_tensors
-    x_grad = _grouped_linear_grad(grad, counts, parts, ctx.name, ctx.rows, ctx.cols)
+    x_grad = _grad_operator(grad, counts, parts, ctx.name, ctx.rows, ctx.cols)
     return x_grad, None, [None] * len(parts), None, None, None
 
 
-grouped_linear.register_autograd(_backward, setup_context=_setup_context)
+_operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 # Adapters: small matrices, which have gradients
 # ------------------------------------------------------------------------------
 
 
-def grouped_matrices(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+def grouped_matrices(
+    x: Tensor, matrices: Tensor, counts: Tensor, onto: Tensor | None = None
+) -> Tensor:
     """x [n, in], sorted by group, times its group's matrix of [groups, out, in] → [n, out] in x's
     dtype, differentiable.
+
+    `onto` [n, out]: what it is added to, in place, and returned.
 
     Where the kernel wants larger matrices, as for r = 4, zeros are added: they change no sum, and
     without them a loop would wait for the number of rows of every group.
@@ -188,34 +227,68 @@ def grouped_matrices(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     rows, cols = matrices.shape[1:]
     more_rows = -rows % GROUPED_MULTIPLE
     more_cols = -cols % GROUPED_MULTIPLE
-    if not is_grouped(x, rows + more_rows, cols + more_cols):
-        return _adapter_product(x, matrices, counts)
-    if more_cols:
-        x = F.pad(x, (0, more_cols))
-    if more_rows or more_cols:
-        matrices = F.pad(matrices, (0, more_cols, 0, more_rows))
-    y = F.grouped_mm(x.contiguous(), matrices.transpose(1, 2), offs=counts.cumsum(0).int())
-    return y[:, :rows] if more_rows else y
+    if is_grouped(x, rows + more_rows, cols + more_cols):
+        if more_cols:
+            x = F.pad(x, (0, more_cols))
+        if more_rows or more_cols:
+            matrices = F.pad(matrices, (0, more_cols, 0, more_rows))
+        y = F.grouped_mm(x.contiguous(), matrices.transpose(1, 2), offs=counts.cumsum(0).int())
+        y = y[:, :rows] if more_rows else y
+    elif frozen_linear.watched():
+        y = _adapter_product(x, matrices, counts)
+    else:
+        return _GroupedMatrices.apply(x, matrices, counts, onto)  # pyright: ignore[reportReturnType]
+    return y if onto is None else onto.add_(y)
+
+
+class _GroupedMatrices(DirectFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, matrices: Tensor, counts: Tensor, onto: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, matrices, counts)
+        if onto is None:
+            return _adapter_product_of(x, matrices, counts)
+        ctx.mark_dirty(onto)
+        for group, own in _groups(counts):
+            onto[own].addmm_(x[own], matrices[group].t())
+        return onto
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        of_onto = grads[0] if ctx.needs_input_grad[3] else None
+        return *_adapter_grads_of(grads[0], *ctx.saved_tensors), None, of_onto
+
+
+def _adapter_product_of(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    y = x.new_empty(x.shape[0], matrices.shape[1])
+    for group, own in _groups(counts):
+        torch.mm(x[own], matrices[group].t(), out=y[own])
+    return y
+
+
+def _adapter_grads_of(
+    grad: Tensor, x: Tensor, matrices: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    x_grad = torch.empty_like(x)
+    matrices_grad = torch.zeros_like(matrices)
+    for group, own in _groups(counts):
+        torch.mm(grad[own], matrices[group], out=x_grad[own])
+        torch.mm(grad[own].t(), x[own], out=matrices_grad[group])
+    return x_grad, matrices_grad
 
 
 @torch.library.custom_op("ft_service::grouped_matrices", mutates_args=())
 def _adapter_product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    y = x.new_empty(x.shape[0], matrices.shape[1])
-    for group, own in _groups(counts):
-        y[own] = x[own] @ matrices[group].t()
-    return y
+    return _adapter_product_of(x, matrices, counts)
 
 
 @torch.library.custom_op("ft_service::grouped_matrices_grad", mutates_args=())
 def _adapter_grad(
     grad: Tensor, x: Tensor, matrices: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    x_grad = torch.empty_like(x)
-    matrices_grad = torch.zeros_like(matrices)
-    for group, own in _groups(counts):
-        x_grad[own] = grad[own] @ matrices[group]
-        matrices_grad[group] = grad[own].t() @ x[own]
-    return x_grad, matrices_grad
+    return _adapter_grads_of(grad, x, matrices, counts)
 
 
 @_adapter_product.register_fake

@@ -378,13 +378,13 @@ STACKS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_pr
 @pytest.mark.parametrize(
     ("inner", "lora", "dimensions", "needed"),
     [
-        (16, {}, {}, 3 * 2 * MET * H),
-        (16, {}, {"shares_in_fp32": True}, (3 * 4 + 2) * MET * H),
+        (16, {}, {}, 2 * MET * H + (2 * 2 + 4) * H),
+        (16, {}, {"silu_experts": True}, 2 * MET * H + (2 * 2 + 4) * H),
         (512, {}, {}, 2 * (3 * MET * 512 - MET * H)),
         (512, {}, {"gated": False}, 2 * (2 * MET * 512 - MET * H)),
         (512, STACKS, {}, 2 * (2 * MET * 512 - MET * H)),
         (16, STACKS, {"shared_intermediate": 400}, 2 * 2 * 400),
-        (16, STACKS, {"shared_intermediate": 40, "shared_scaled": True}, 3 * 2 * MET * H),
+        (16, STACKS, {"shared_intermediate": 40, "shared_scaled": True}, (2 * MET + 8) * H),
     ],
 )
 def test_what_experts_keep_and_need_for_each_that_a_token_meets(
@@ -400,11 +400,12 @@ def test_what_experts_keep_and_need_for_each_that_a_token_meets(
         2 * L * 4 * (2 * (Q + H) + 2 * (KV + H) + adapted * E_COUNT * (2 * inner + H + H + inner))
     )
     ways = 2 if gates else 1
+    kept = 3 - ("silu_experts" in dimensions) if gates else 1
     layer = (
         2 * (4 * H + 4)
         + (1 + bool(shared) + scaled) * 2 * H
         + ATTENTION
-        + 2 * (MET * H * (1 + adapted) + MET * inner * ((3 if gates else 1) + adapted))
+        + 2 * (MET * H * (1 + adapted) + MET * inner * (kept + adapted))
         + (4 * 8 + 4 + 4) * MET
         + 4 * E_COUNT
         + 2 * (4 if gates else 2) * shared

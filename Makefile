@@ -12,7 +12,7 @@
 # Everything is installed into .venv, state is kept in .ft. Variables:
 #   PYTHON=python3.12   the interpreter to build .venv with (3.11, 3.12 or 3.13)
 #   TORCH_INDEX=URL     package index to take PyTorch from, as the selector on pytorch.org names it (CPU only, another CUDA version)
-#   ONLY=a  OUT=DIR     for gpu-report: one of its three parts a, b, c of less than 10 minutes, or sections; where results go
+#   ONLY=a  OUT=DIR     for gpu-report: one of its parts a to e of less than 10 minutes, or sections; where results go
 #   FT_HOME=DIR         where state is kept            FT_MODELS=DIR:DIR   folders of base models
 
 SHELL := /bin/bash

@@ -4,10 +4,12 @@ down what came of them.
 The processes are forked from one that has imported what they need, which takes longer than some of
 them.
 
-    python -m benchmarks.gpu_report --only a        also b and c: the report in three calls below
-    ten minutes each python -m benchmarks.gpu_report [--device cuda] [--minutes 9.5] [--only
-    ceilings,kernels] [--skip ..] [--out FOLDER] python -m benchmarks.gpu_report --device cpu --tiny
-    every section in its smallest form, to prove that it runs
+    python -m benchmarks.gpu_report --only a
+        a part of the report below ten minutes; also b, c, d and e
+    python -m benchmarks.gpu_report [--device cuda] [--minutes 9.5] [--only ceilings,kernels]
+            [--skip ..] [--out FOLDER]
+    python -m benchmarks.gpu_report --device cpu --tiny
+        every section in its smallest form, to prove that it runs
 
 FOLDER/gpu_report.jsonl grows while sections run; rows of sections that are not run again stay.
 After each, a table in Markdown is written next to it, and what the section printed is kept in
@@ -50,8 +52,9 @@ FIXED = {
     "FT_CACHE": "",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""Variables of every section."""
+"""Variables of every section; the last is what supervisors set for ranks."""
 PRELOAD = ["tests.support.without_torchao", "benchmarks.gpu_report.preloaded"]
 TAIL = 1500
 """Characters of a failed section's output that its row shows."""
@@ -67,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--minutes", type=float, help="for all sections together; 9.5 on a GPU, 60 without"
     )
     parser.add_argument(
-        "--only", default="", help="names of sections or of parts (a, b, c), with commas"
+        "--only", default="", help="names of sections or of parts (a to e), with commas"
     )
     parser.add_argument("--skip", default="", help="names of sections, with commas")
     parser.add_argument(

@@ -18,8 +18,8 @@ from benchmarks.gpu_report.speed_job import Shape, job, shapes_of
 from ft_service.plan.speed import flops_per_token
 from ft_service.plan.weight_storage import adapters_of
 from ft_service.spec import JobSpec
+from tests.support.bases import describe
 from tests.support.training.models import ATTENTION, leave_out_defaults, save_tiny, save_tokenizer
-from workers.describe import describe
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ QWEN3_30B_A3B = Experts(
 )
 GPT_OSS_20B = Experts("gpt_oss", 6, 24, {"num_local_experts": 32})
 """Its other sizes are transformers' defaults."""
-SMALL = (Experts("qwen3_moe", 3, 3), Experts("gpt_oss", 2, 2))
+SMALL = (Experts("gpt_oss", 2, 2), Experts("qwen3_moe", 3, 3))
 FORMATS = ("nf4", "bf16")
 
 
 def measure(context: Context) -> None:
-    for experts in SMALL if context.tiny else (QWEN3_30B_A3B, GPT_OSS_20B):
+    for experts in SMALL if context.tiny else (GPT_OSS_20B, QWEN3_30B_A3B):
         base = base_of(context, experts)
         shape = shapes_of(context)[0]
         with alone(), steps_alone(), built_once(reset_peak):

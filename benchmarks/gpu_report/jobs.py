@@ -136,16 +136,17 @@ def steps_alone() -> Iterator[None]:
 
 @contextmanager
 def built_once(on_built: Callable[[], None]) -> Iterator[None]:
-    """Jobs inside that have one format and one value of distributed.compile train on one model,
-    built by the first of them: the base is not read again.
+    """Jobs inside that have one base, format, kind of checkpointing and value of
+    distributed.compile train on one model, built by the first of them: the base is not read again.
 
     `on_built`: called before the first step of every job.
     """
-    models: dict[tuple[str, bool], BuiltModel] = {}
+    models: dict[tuple[Any, ...], BuiltModel] = {}
     construct = prepared_model.construct
 
     def kept(spec: JobSpec, *arguments: Any, **options: Any) -> BuiltModel:
-        kind = spec.precision.format, spec.distributed.compile is True
+        how = spec.distributed
+        kind = spec.model.path, spec.precision.format, how.checkpointing, how.compile is True
         if kind not in models:
             models.clear()  # one at a time in the device's memory
             gc.collect()

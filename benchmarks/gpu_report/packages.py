@@ -1,9 +1,9 @@
-"""The packages that `make gpu-report` needs besides PyTorch, transformers and PEFT, for a machine
-that has those and no index.
+"""The packages that `make gpu-report` needs besides PyTorch, transformers and PEFT, its tests
+included, for a machine that has those and no index.
 
     python benchmarks/gpu_report/packages.py FOLDER [--python 3.12] [--cuda 130]
 
-FOLDER then holds them in the versions of `constraints.txt`, some 40 MB, with bitsandbytes cut down
+FOLDER then holds them in the versions of `constraints.txt`, some 60 MB, with bitsandbytes cut down
 to its libraries for processors and for one version of CUDA (`torch.version.cuda` without the dot).
 Take it along, and set PYTHONPATH to it there.
 """
@@ -28,6 +28,8 @@ NAMES = (
     ),
     "typing-inspection",
 )
+TESTING = ("iniconfig", "pluggy", "Pygments", "pytest", "pytest-timeout")
+"""What runs tests/gpu."""
 COMPARED = ("torchao",)
 """For comparison alone: no job uses it."""
 LIGER = "liger-kernel==0.8.5"
@@ -56,6 +58,7 @@ def main() -> None:
         "install",
         "-q",
         "--no-deps",
+        "--no-compile",
         "--only-binary=:all:",
         "--upgrade",
     ]
@@ -75,13 +78,13 @@ def main() -> None:
 
 
 def pinned(constraints: str) -> list[str]:
-    """NAMES and COMPARED with the versions that are tested."""
+    """NAMES, TESTING and COMPARED with the versions that are tested."""
     lines = {
         line.partition("==")[0].lower().replace("_", "-"): line
         for line in constraints.splitlines()
         if "==" in line
     }
-    return [lines[name.replace("_", "-")] for name in (*NAMES, *COMPARED)]
+    return [lines[name.lower().replace("_", "-")] for name in (*NAMES, *TESTING, *COMPARED)]
 
 
 def trim(package: Path, cuda: str) -> None:

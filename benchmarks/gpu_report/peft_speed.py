@@ -20,8 +20,10 @@ from benchmarks.gpu_report.speed import STEPS, WARM_UP, figures, work_of
 from benchmarks.gpu_report.speed_job import RANK, Shape, base_of, llama_of, shapes_of
 
 
-def measure(context: Context) -> None:
-    for quantised, liger in ((True, False), (True, True), (False, True)):  # Liger's kernels stay
+def measure(context: Context, stored: str) -> None:
+    """`stored`: nf4 or bf16."""
+    quantised = stored == "nf4"
+    for liger in (False, True) if quantised else (True,):  # Liger's kernels stay
         step_of: Callable[[Shape], Callable[[], float]] | None = None
         name = ("PEFT on bitsandbytes' NF4" if quantised else "PEFT on bf16") + (
             " with Liger's kernels" if liger else ""

@@ -55,6 +55,7 @@ class Section:
 
 
 WORKERS = ("pydantic", "re2", "transformers", "peft", "bitsandbytes")
+PEFT = ("transformers", "peft", "accelerate")
 SECTIONS = {
     "ceilings": Section("ceilings", 45),
     "kernels": Section("kernels", 60, WORKERS),
@@ -63,16 +64,21 @@ SECTIONS = {
     "speed nf4": Section("speed", 120, WORKERS, ("nf4", "eager")),
     "speed bf16": Section("speed", 90, WORKERS, ("bf16", "eager")),
     "speed fp8": Section("speed", 90, WORKERS, ("fp8", "eager")),
-    "speed peft": Section("peft_speed", 170, ("transformers", "peft", "accelerate")),
+    "speed peft": Section("peft_speed", 140, PEFT, ("nf4",)),
+    "speed peft bf16": Section("peft_speed", 90, PEFT, ("bf16",)),
     "compiled nf4": Section("speed", 120, WORKERS, ("nf4", "compiled")),
     "compiled bf16": Section("speed", 120, WORKERS, ("bf16", "compiled")),
     "compiled fp8": Section("speed", 120, WORKERS, ("fp8", "compiled")),
     "synchronisations": Section("synchronisations", 60, WORKERS),
     "profile": Section("profile", 100, WORKERS),
-    "experts": Section("experts", 100, WORKERS),
+    "experts": Section("experts", 120, WORKERS),
+    "whole 70b": Section("whole", 180, WORKERS, ("llama-70b",)),
+    "whole 30b-a3b": Section("whole", 160, WORKERS, ("qwen3-30b-a3b",)),
+    "long sample": Section("whole", 170, WORKERS, ("llama-8b",)),
     "models": Section("models", 120, WORKERS),
-    "two ranks": Section("two_ranks", 90, WORKERS),
+    "two ranks": Section("two_ranks", 80, WORKERS),
     "service": Section("service", 150, WORKERS),
+    "tests": Section("gpu_tests", 140, (*WORKERS, "pytest", "pytest_timeout")),
 }
 """In the order of what one wants to know first: the report's minutes may end before the last."""
 
@@ -80,10 +86,12 @@ PARTS = {
     "a": ("ceilings", "kernels", "operators", "host", "models", "two ranks", "service"),
     "b": ("ceilings", "speed nf4", "speed bf16", "speed fp8", "compiled nf4", "compiled bf16"),
     "c": ("ceilings", "speed peft", "compiled fp8", "synchronisations", "profile", "experts"),
+    "d": ("ceilings", "compiled nf4", "experts", "speed peft bf16", "two ranks", "tests"),
+    "e": ("ceilings", "whole 70b", "whole 30b-a3b", "long sample"),
 }
-"""The report in three calls, none of which takes ten minutes.
+"""The report in calls of which none takes ten minutes.
 
-All begin with what the others are compared with.
+All begin with what the others are compared with. What no GPU has reached yet is `d`, and `e`.
 """
 
 

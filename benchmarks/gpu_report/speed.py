@@ -27,7 +27,7 @@ from ft_service.plan.job import plan_job
 from ft_service.plan.machines import MACHINES
 from ft_service.rundir.directory import RunDir
 from ft_service.spec import JobSpec
-from workers.describe import describe
+from tests.support.bases import describe
 
 LIMITS = ("H100", "H200")
 """Machines whose data sheet gives a number of tokens a second that none can reach."""
@@ -66,13 +66,18 @@ def reset_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def speed(context: Context, spec: JobSpec, work: float, name: str) -> dict[str, Any]:
-    """`work`: FLOP a token. `name`: of the run's folder."""
+def speed(
+    context: Context, spec: JobSpec, work: float, name: str, warm_up: int = WARM_UP
+) -> dict[str, Any]:
+    """`work`: FLOP a token. `name`: of the run's folder. `warm_up`: steps that do not count."""
     run = prepare(context.scratch / "runs" / name, spec)
     train_on(context.place, run)
     synchronize()
-    found = figures(context, rate_of(run), work)
-    planned = plan_job(describe(spec.model.path), spec, MACHINES["H200"]).rank.total
+    found = figures(context, rate_of(run, warm_up), work)
+    plan = plan_job(describe(spec.model.path), spec, MACHINES["H200"])
+    planned = plan.rank.total
+    if plan.speed is not None:
+        found["planned_tokens_per_s"] = plan.speed.tokens_per_second
     if context.on_gpu:
         peak = torch.cuda.max_memory_allocated()
         found |= {
@@ -85,11 +90,11 @@ def speed(context: Context, spec: JobSpec, work: float, name: str) -> dict[str, 
     return found | {"loss": losses_of(run)[-1], "note": warnings_of(run)}
 
 
-def rate_of(run: RunDir) -> float:
+def rate_of(run: RunDir, warm_up: int = WARM_UP) -> float:
     """Tokens a second of the median step after the first ones, by the device's own clock: steps are
     reported late.
     """
-    steps = [metrics for _, metrics in steps_of(run)][WARM_UP:]
+    steps = [metrics for _, metrics in steps_of(run)][warm_up:]
     return median(
         (metrics.tokens or 0) / max(metrics.step_seconds or 0.0, 1e-9) for metrics in steps
     )

@@ -101,6 +101,7 @@ def job(
     compiled: bool = False,
     base: Path | None = None,
     target_modules: str | list[str] = "all-linear",
+    checkpointing: str = "none",
 ) -> JobSpec:
     """`base`: a folder; None: that of the 8B."""
     batch = shape.samples * shape.micro_batches
@@ -118,7 +119,8 @@ def job(
             "max_length": max(shape.lengths),
         },
         lora={"r": RANK, "target_modules": target_modules},
-        distributed={"compile": compiled},
+        gpus=1,
+        distributed={"compile": compiled, "activation_checkpointing": checkpointing},
         checkpoint={"save_steps": 10_000},
     )
 

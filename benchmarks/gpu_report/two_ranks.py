@@ -20,6 +20,7 @@ STEPS = 4
 CLOSE = 1e-5
 """Largest relative difference of a step's loss from that of one rank, in fp32."""
 CASES: dict[str, dict[str, Any]] = {
+    "mixed formats, offloaded": {"precision": MIXED_IN_FAMILIES, "distributed": {"offload": True}},
     "bf16, uneven rows": {},
     "nf4": {"precision": {"default": "nf4"}},
     "mixed formats": {"precision": MIXED_IN_FAMILIES},
@@ -28,7 +29,6 @@ CASES: dict[str, dict[str, Any]] = {
         "distributed": {"keep_unsharded": True},
     },
     "mixed formats, compiled": {"precision": MIXED_IN_FAMILIES, "distributed": {"compile": True}},
-    "mixed formats, offloaded": {"precision": MIXED_IN_FAMILIES, "distributed": {"offload": True}},
 }
 
 
@@ -85,6 +85,7 @@ def job(
         base,
         data,
         ranks=ranks,
+        gpus=1,
         precision={**options.get("precision", {}), "compute": "fp32"},
         distributed=options.get("distributed", {}),
         training={

@@ -19,19 +19,33 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from benchmarks.bases import Llama
 from benchmarks.gpu_report import __main__ as harness
-from benchmarks.gpu_report import operators, sections
+from benchmarks.gpu_report import operators, sections, two_ranks, whole
 from benchmarks.gpu_report.arithmetic import Work
-from benchmarks.gpu_report.packages import COMPARED, NAMES, pinned, trim
+from benchmarks.gpu_report.gpu_tests import RowPlugin
+from benchmarks.gpu_report.jobs import alone
+from benchmarks.gpu_report.packages import COMPARED, NAMES, TESTING, pinned, trim
 from benchmarks.gpu_report.peft_speed import Stock, rows_of, steps
 from benchmarks.gpu_report.profile import covered
 from benchmarks.gpu_report.rows import Row, Rows, SkippedError, append, markdown, read
 from benchmarks.gpu_report.sections import PARTS, SECTIONS, Context, Section
-from benchmarks.gpu_report.speed_job import TINY, Shape, base_of, log_normal, long_chats, shapes_of
+from benchmarks.gpu_report.speed_job import (
+    TINY,
+    TINY_SHAPES,
+    Shape,
+    base_of,
+    job,
+    log_normal,
+    long_chats,
+    shapes_of,
+)
 from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer
 from tests.support.fused_attention import fused_attention
 from tests.support.ranks import run_on_ranks
-from tests.support.training.models import save_chat_base
+from tests.support.training.models import save_chat_base, save_chats
+from workers.attempt.prepared_model import construct
 from workers.layers import packed_attention
+from workers.quant.rowwise import RowQuantized
+from workers.ranks.sharding import make_mesh
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +61,7 @@ def test_the_command_runs_a_section_and_writes_its_table(
     assert (tmp_path / "gpu_report.md").read_text() in capsys.readouterr().out
 
 
-def test_three_calls_of_less_than_ten_minutes_are_the_report(tmp_path: Path) -> None:
+def test_calls_of_less_than_ten_minutes_are_the_report(tmp_path: Path) -> None:
     assert {name for part in PARTS.values() for name in part} == SECTIONS.keys()
     assert max(sum(SECTIONS[name].seconds for name in part) for part in PARTS.values()) < 600
     results = tmp_path / "rows"
@@ -215,6 +229,61 @@ def sections_on_rank(rank: int, world: int, names: list[str], folder: str) -> No
         sections.run(name, Context("cpu", True, Rows(results, name), Path(folder), results))
 
 
+def test_a_whole_model_is_drawn_where_its_file_has_holes(tmp_path: Path) -> None:
+    ((files, read, weight, norm),) = run_on_ranks(drawn_on_rank, 1, str(tmp_path))
+    assert files < 2**16
+    assert read == 0
+    assert weight == pytest.approx(whole.DEVIATION, rel=0.1)
+    assert norm == (1.0, 1.0)
+
+
+def drawn_on_rank(
+    rank: int, world: int, folder: str
+) -> tuple[int, int, float, tuple[float, float]]:
+    """Bytes that the base's weights take on disk and that were read; the deviation of a weight, and
+    the least and largest of a norm's.
+    """
+    path = Path(folder)
+    context = Context("cpu", True, Rows(path / "rows", "whole"), path, path / "rows")
+    base = whole.base_of(context, "small", whole.tiny(whole.MODELS["llama-8b"]).config)
+    spec = job(context, TINY_SHAPES[0], "nf4", 1, base=base)
+    with alone(), whole.drawn(context.place):
+        built = construct(spec, make_mesh("cpu", 1, 1), context.place, warn=lambda text: None)
+    assert built.loaded is not None
+    weights = dict(built.peft_model.named_parameters())
+    weight = next(own.data for name, own in weights.items() if "o_proj.base_layer" in name)
+    assert isinstance(weight, RowQuantized)
+    norm = next(own for name, own in weights.items() if name.endswith("layernorm.weight"))
+    taken = 512 * (base / "model.safetensors").stat().st_blocks
+    spread = float(weight.dequantize(torch.float32).std())
+    return taken, built.loaded.bytes_read, spread, (float(norm.min()), float(norm.max()))
+
+
+def test_cases_of_two_ranks_are_jobs_that_a_gpu_takes(tmp_path: Path) -> None:
+    data = save_chats(tmp_path / "chats.jsonl", 2)
+    for options in two_ranks.CASES.values():
+        assert two_ranks.job(tmp_path, data, 2, options).world_size == 2
+
+
+def test_each_test_on_the_gpu_is_a_row(tmp_path: Path) -> None:
+    plugin = RowPlugin(Rows(tmp_path / "rows", "tests"))
+    place = ("tests/gpu/test_x.py", 7, "x")
+    told: list[tuple[Any, Any, Any]] = [
+        ("passed", None, "setup"),
+        ("passed", None, "call"),
+        ("failed", "assert 1 == 2", "call"),
+        ("skipped", ("tests/gpu/test_x.py", 7, "Skipped: needs a CUDA GPU"), "setup"),
+    ]
+    for outcome, words, when in told:
+        report = pytest.TestReport("tests/gpu/test_x.py::x", place, {}, outcome, words, when)
+        plugin.pytest_runtest_logreport(report)
+    assert [(row.case, row.status, row.note) for row in read(tmp_path / "rows")] == [
+        ("test_x.py::x", "ok", ""),
+        ("test_x.py::x", "failed", "assert 1 == 2"),
+        ("test_x.py::x", "skipped", "Skipped: needs a CUDA GPU"),
+    ]
+
+
 def test_a_section_that_takes_too_long_is_ended_and_named(tmp_path: Path) -> None:
     results = tmp_path / "rows"
     harness.run_section(
@@ -344,6 +413,8 @@ from benchmarks.gpu_report.sections import SECTIONS
 for section in SECTIONS.values():
     importlib.import_module(f"benchmarks.gpu_report.{section.module}")
 import workers.train
+import pytest_timeout
+import tests.conftest, tests.gpu.test_memory, tests.gpu.test_one_gpu
 """
 
 
@@ -351,7 +422,7 @@ import workers.train
 def test_the_sections_need_no_package_that_is_not_carried() -> None:
     """Beside what an image with PyTorch, transformers, PEFT and accelerate has."""
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTS, *NAMES],
+        [sys.executable, "-c", IMPORTS, *NAMES, *TESTING],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -362,7 +433,7 @@ def test_the_sections_need_no_package_that_is_not_carried() -> None:
 
 def test_packages_for_another_machine_are_pinned_and_trimmed(tmp_path: Path) -> None:
     wanted = pinned((ROOT / "constraints.txt").read_text())
-    assert [line.partition("==")[0] for line in wanted] == [*NAMES, *COMPARED]
+    assert [line.partition("==")[0] for line in wanted] == [*NAMES, *TESTING, *COMPARED]
     for name in ("cpu", "cuda128", "cuda130", "rocm72"):
         (tmp_path / f"libbitsandbytes_{name}.so").touch()
     with pytest.raises(SystemExit, match="no library for CUDA 999"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gc
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -69,10 +68,9 @@ def test_a_long_sample_takes_what_is_planned(base: Path, checkpointing: str) -> 
         precision={"default": "nf4"},
         training={"batch_size": 2, "per_device_train_batch_size": 2, "max_length": 32_768},
         lora={"r": 16},
-        distributed={"activation_checkpointing": "full"},
+        gpus=1,
+        distributed={"activation_checkpointing": checkpointing},
     )
-    how = spec.distributed.model_copy(update={"activation_checkpointing": checkpointing})
-    spec = spec.model_copy(update={"distributed": how})
     planned = plan_of(spec, MACHINES["H200"]).rank.total
     assert peak_of_two_steps(spec) == pytest.approx(planned, rel=0.1)
 
@@ -156,10 +154,15 @@ def test_a_base_in_the_hosts_memory_trains_to_the_same_losses(tmp_path: Path) ->
     data = save_chats(tmp_path / "train.jsonl", 16)
     found: list[dict[str, str]] = []
     for offload in (False, True):
-        options: dict[str, Any] = {"max_steps": 6, "batch_size": 4}
-        spec = spec_for(folder, data, ranks=2, precision={"default": "nf4"}, training=options)
-        placed = spec.distributed.model_copy(update={"offload": offload})
-        spec = spec.model_copy(update={"distributed": placed})
+        spec = spec_for(
+            folder,
+            data,
+            ranks=2,
+            gpus=2,
+            precision={"default": "nf4"},
+            training={"max_steps": 6, "batch_size": 4},
+            distributed={"offload": offload},
+        )
         run = RunDir(tmp_path / f"offload-{offload}")
         run.write("spec.json", spec)
         assert supervise(run, 1, None, world=2) == 0

@@ -332,10 +332,13 @@ def spec_for(
     data: DataFileRef | None = None,
     *,
     ranks: int = 1,
+    gpus: int = 0,
     valid: DataFileRef | None = None,
     **options: Any,
 ) -> JobSpec:
-    """A resolved spec on a base folder; `options` as in a create body."""
+    """A resolved spec on a base folder; `options` as in a create body. `gpus`: of a host; without
+    any, what offloads is refused.
+    """
     file = data or DataFileRef(name="none.jsonl", path=str(model / "none.jsonl"), sha256="0" * 64)
     distributed = {"nproc_per_node": ranks, **AS_IT_IS, **options.pop("distributed", {})}
     body = {"model": "tiny", "training_file": "file", **options, "distributed": distributed}
@@ -348,7 +351,7 @@ def spec_for(
             training_data=file,
             validation_data=valid,
             seed=7,
-            gpus=0,
+            gpus=gpus,
         ),
     )
 

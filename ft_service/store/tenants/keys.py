@@ -287,17 +287,14 @@ class KeyStore(StorePart):
         """Revoke a key, and with a person's key those that the person made. Repeating it changes
         nothing.
         """
-        statement = (
-            update(keys)
-            .where(keys.c.id == key_id, keys.c.project_id == project_id)
-            .values(revoked_at=func.coalesce(keys.c.revoked_at, database_time()))
-            .returning(*KEY)
-        )
+        mine = (keys.c.id == key_id, keys.c.project_id == project_id)
+        statement = update(keys).where(*mine, keys.c.revoked_at.is_(None))
         with self._database.writing() as connection:
-            row = connection.execute(statement).mappings().one_or_none()
+            if connection.execute(statement.values(revoked_at=database_time())).rowcount:
+                record(connection, project_id, "key.revoked", key_id)
+            row = connection.execute(select(*KEY).where(*mine)).mappings().one_or_none()
             if row is None:
                 raise not_found("key", key_id)
-            record(connection, project_id, "key.revoked", key_id)
             revoke_with(connection, keys.c.ends_with == key_id)
         return ApiKey(**row)
 

@@ -721,11 +721,13 @@ def test_another_project_sees_nothing(service: Service, ranks: Ranks) -> None:
     assert [answer.status_code for answer in tried] == [404] * len(tried)
     place = f"training_runs/{model}/checkpoints/weights/mine"
     assert send(service, "POST", f"{place}/publish", key).status_code == 404
-    assert send(service, "POST", f"{place}/publish").status_code == 204
+    for _ in range(2):
+        assert send(service, "POST", f"{place}/publish").status_code == 204
     assert (
         post(service, "weights_info", {"tinker_path": path}, key).json()["base_model"] == "tiny"
     ), "for all who know the path"
-    assert send(service, "DELETE", f"{place}/publish").status_code == 204
+    for _ in range(2):
+        assert send(service, "DELETE", f"{place}/publish").status_code == 204
     assert post(service, "weights_info", {"tinker_path": path}, key).status_code == 404
     assert send(service, "PUT", f"{place}/ttl", json={"ttl_seconds": 60}).status_code == 400
     assert send(service, "DELETE", place).status_code == 204

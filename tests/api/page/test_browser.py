@@ -20,6 +20,7 @@ from ft_service.control.admission.job_admission import AdmissionContext
 from ft_service.control.admission.sweep_admission import create_sweep
 from ft_service.rundir.documents import Export, ExportFormat, state_key
 from ft_service.serving import preview_process
+from ft_service.store.records import NewKey
 from tests.support.describing import at_once
 from tests.support.image_bases import drawn, encoded
 from tests.support.page.browser import (
@@ -228,7 +229,9 @@ def test_a_model_is_talked_to_beside_another(
     until(lambda: answers(4) == ["again"])
     driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
     driver.refresh()
-    _, key = place.store.keys.create_key(project_id="default", name="somebody else", scope="submit")
+    _, key = place.store.keys.create_key(
+        NewKey(project_id="default", name="somebody else", scope="submit")
+    )
     find(driver, "#key").send_keys(key, Keys.ENTER)
     until(lambda: driver.find_element(By.CSS_SELECTOR, "[data-nothing]").is_displayed())
     assert not driver.find_elements(By.CSS_SELECTOR, ".turn")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_service.store.records import Scope
+from ft_service.store.records import NewKey, Scope
 from tests.support.pulled import looked_up
 from tests.support.rest.service import Service
 
@@ -24,7 +24,7 @@ def test_only_who_runs_the_service_fetches_bases(
 ) -> None:
     pull_id = asked(service)["id"]
     service.store.projects.ensure_project(project, organization)
-    _, key = service.store.keys.create_key(project_id=project, name="k", scope=scope)
+    _, key = service.store.keys.create_key(NewKey(project_id=project, name="k", scope=scope))
     for method, path in (
         *(("GET", ""), ("POST", ""), ("GET", f"/{pull_id}"), ("DELETE", f"/{pull_id}")),
         *(("POST", f"/{pull_id}/stop"), ("POST", f"/{pull_id}/resume")),

@@ -35,6 +35,7 @@ from ft_service.jobs.states import Job, State
 from ft_service.rundir.documents import Desired
 from ft_service.storage.locations import Places
 from ft_service.store import tinker
+from ft_service.store.records import NewKey
 from ft_service.tinker import commands
 from ft_service.tinker import tinker_messages_pb2 as pb
 from ft_service.tinker.bodies import MOST_METADATA_BYTES
@@ -636,13 +637,13 @@ def test_keys(service: Service) -> None:
         service.connections.post(f"{service.url}/api/v1/create_session", json={}).status_code == 401
     )
     assert post(service, "create_session", {}, key="wrong").status_code == 401
-    _, read = service.store.keys.create_key(project_id="default", name="r", scope="read")
+    _, read = service.store.keys.create_key(NewKey(project_id="default", name="r", scope="read"))
     assert post(service, "create_session", {}, key=read).status_code == 403
     assert post(service, "create_session", {"project_id": "other"}).status_code == 400
 
 
 def test_a_read_key_reads_by_the_posts_that_change_nothing(service: Service, ranks: Ranks) -> None:
-    _, read = service.store.keys.create_key(project_id="default", name="r", scope="read")
+    _, read = service.store.keys.create_key(NewKey(project_id="default", name="r", scope="read"))
     model = new_model(service)
     answers = [
         post(service, "get_info", {"model_id": model}, read),
@@ -695,7 +696,7 @@ def test_another_project_sees_nothing(service: Service, ranks: Ranks) -> None:
     )
     run_dir(service, job_id_of(model)).write("saved_weights/mine.json", saved)
     service.store.projects.ensure_project("other", "local")
-    _, key = service.store.keys.create_key(project_id="other", name="o", scope="admin")
+    _, key = service.store.keys.create_key(NewKey(project_id="other", name="o", scope="admin"))
     path = f"tinker://{model}/weights/mine"
     tried = [
         post(service, "get_info", {"model_id": model}, key),

@@ -12,7 +12,7 @@ from sqlalchemy import text
 from ft_service.errors import SpecError
 from ft_service.jobs.user_actions import Verb
 from ft_service.settings import Settings
-from ft_service.store.records import NewJob, NewSweep
+from ft_service.store.records import NewJob, NewKey, NewSweep
 from ft_service.store.sql import Store
 from ft_service.store.tenants import audit
 from ft_service.store.tenants.audit import Actor, acting
@@ -54,7 +54,7 @@ def test_jobs_sweeps_and_files_are_there_with_their_key_and_address(store: Store
 
 def test_what_changes_nothing_leaves_no_entry(store: Store) -> None:
     move_project(store, OTHER, store.projects.get_project(PROJECT).organization)
-    key, _ = store.keys.create_key(project_id=PROJECT, name="k", scope="user")
+    key, _ = store.keys.create_key(NewKey(project_id=PROJECT, name="k", scope="user"))
     job = create_job(store, new_job())
     for _ in range(2):
         store.keys.revoke_key(PROJECT, key.id)

@@ -11,7 +11,7 @@ from pathlib import Path
 from ft_service.errors import ConflictError, SpecError
 from ft_service.host.running_servers import write_private
 from ft_service.settings import Settings
-from ft_service.store.records import Principal
+from ft_service.store.records import NewKey, Principal
 from ft_service.store.sql import Store
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def _first_key(store: Store, secret: str | None) -> str | None:
     """
     try:
         _, key = store.keys.create_key(
-            project_id=PROJECT, name="first admin key", scope="admin", secret=secret
+            NewKey(project_id=PROJECT, name="first admin key", scope="admin", secret=secret)
         )
     except ConflictError:
         return None

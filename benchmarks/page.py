@@ -37,6 +37,7 @@ from selenium.webdriver.common.keys import Keys
 
 from benchmarks.machine import machine, save
 from ft_service.host.running_servers import living_servers
+from ft_service.store.records import NewKey
 from ft_service.store.sql import Store, migrate, open_store
 from tests.support.page.browser import browsing, find, until
 from tests.support.page.seeded import (
@@ -144,7 +145,7 @@ def _served(
     migrate(settings.resolved_database_url())
     store = open_store(settings.resolved_database_url())
     store.projects.ensure_project("default", "local")
-    _, key = store.keys.create_key(project_id="default", name="benchmark", scope="admin")
+    _, key = store.keys.create_key(NewKey(project_id="default", name="benchmark", scope="admin"))
     ids = _seeded(store, key, settings, count)
     store.close()
     environment = os.environ | {

@@ -14,6 +14,7 @@ from api.http.routing import keyed_router
 from api.wire.views import Seconds, View
 from ft_service.errors import NotFoundError
 from ft_service.spec import Strict
+from ft_service.store.records import NewKey
 from ft_service.store.tenants.keys import LINK_SECONDS
 
 router = keyed_router("/v1", "keys")
@@ -81,10 +82,9 @@ def create(body: JsonBody, caller: Admin, services: Svc) -> NewKeyView:
         else services.store.now() + given.expires_days * _DAY_SECONDS
     )
     key, secret = services.store.keys.create_key(
-        project_id=caller.project_id,
-        name=given.name,
-        scope=given.scope,
-        expires_at=expires_at,
+        NewKey(
+            project_id=caller.project_id, name=given.name, scope=given.scope, expires_at=expires_at
+        ),
         made_by=caller,
     )
     return NewKeyView.of(key, key=secret)

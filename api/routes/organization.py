@@ -46,7 +46,7 @@ from ft_service.control.admission.budget import refuse_limit_without_prices
 from ft_service.errors import ForbiddenError, NotFoundError, SpecError
 from ft_service.spec import Strict, spec_error
 from ft_service.spec.option_types import Number
-from ft_service.store.records import Principal, Project, TenantLimits, Usage
+from ft_service.store.records import NewKey, Principal, Project, TenantLimits, Usage
 from ft_service.store.tenants.keys import PREFIX as KEY_PREFIX
 from ft_service.store.tenants.people import Person
 from ft_service.store.tenants.projects import MANAGING_PROJECT
@@ -242,11 +242,13 @@ def create_key(
             store, project_id, keyed_id, given.name, given.scope, given.expires_in_seconds
         ),
         lambda: store.keys.create_key(
-            project_id=project_id,
-            name=given.name,
-            scope=given.scope,
-            expires_at=expires_at,
-            key_id=keyed_id,
+            NewKey(
+                project_id=project_id,
+                name=given.name,
+                scope=given.scope,
+                expires_at=expires_at,
+                id=keyed_id,
+            ),
             param="expires_in_seconds",
             made_by=caller,
         ),

@@ -106,8 +106,10 @@ def pull(body: JsonBody, caller: Operator, services: Svc) -> PullView:
     """
     given = parse_body(body, PullRequest)
     folder = _folder(services)
+    before = folder.pulls()
     made = folder.add(given.model, given.name, look=given.look, anyway=given.anyway)
-    services.store.audit.note(caller.project_id, "pull.started", made.id, model=made.repository)
+    if made not in before:
+        services.store.audit.note(caller.project_id, "pull.started", made.id, model=made.repository)
     return _view(made, folder)
 
 
@@ -135,8 +137,10 @@ def resume_pull(pull_id: str, body: OptionalJsonBody, caller: Operator, services
     """
     given = parse_body({} if body is None else body, PullResumption)
     folder = _existing(services, pull_id)
+    before = folder.find(pull_id)
     made = folder.go_on(pull_id, anyway=given.anyway)
-    services.store.audit.note(caller.project_id, "pull.resumed", made.id, model=made.repository)
+    if made != before:
+        services.store.audit.note(caller.project_id, "pull.resumed", made.id, model=made.repository)
     return _view(made, folder)
 
 
@@ -144,8 +148,10 @@ def resume_pull(pull_id: str, body: OptionalJsonBody, caller: Operator, services
 def stop_pull(pull_id: str, caller: Operator, services: Svc) -> PullView:
     """Not in OpenAI's API. Stop a pull that waits or runs. What has arrived is kept."""
     folder = _existing(services, pull_id)
+    before = folder.find(pull_id)
     made = folder.stop(pull_id)
-    services.store.audit.note(caller.project_id, "pull.stopped", made.id, model=made.repository)
+    if made != before:
+        services.store.audit.note(caller.project_id, "pull.stopped", made.id, model=made.repository)
     return _view(made, folder)
 
 

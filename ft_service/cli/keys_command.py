@@ -18,7 +18,7 @@ from ft_service.cli.output import Json, is_terminal, local_time, print_json, pri
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.host.running_servers import living_servers, write_private
 from ft_service.settings import Settings
-from ft_service.store.records import ApiKey, AuditEntry, TenantLimits
+from ft_service.store.records import ApiKey, AuditEntry, NewKey, TenantLimits
 from ft_service.tinker.names import KEY_PREFIX
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def create(
         expires_at = None if expires_days is None else store.now() + expires_days * DAY_SECONDS
         project_id = find_project(store, project)
         key, secret = store.keys.create_key(
-            project_id=project_id, name=name, scope=scope.value, expires_at=expires_at
+            NewKey(project_id=project_id, name=name, scope=scope.value, expires_at=expires_at)
         )
     _show_secret(key, f"{KEY_PREFIX}{secret}" if tinker else secret, settings, as_json)
 

@@ -281,7 +281,7 @@ def speed_on(
     batches: MicroBatches,
     flops: int,
     wire: CollectiveBytes,
-    host: int = 0,
+    host: int,
 ) -> Speed | None:
     """The speed on a machine; None: its figures are not known.
 

@@ -8,6 +8,7 @@ share (start, control, stop, outcome, events) stay in `attempts/<n>/`.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ft_service.host.processes import ProcessIdentity
@@ -35,6 +36,7 @@ MOST_BYTES = 1024**2
 """Largest size of a document of an attempt: these are read often while it runs."""
 _EXIT = "exit.json"
 _LOCK = "supervisor.lock"
+_SEGMENT = re.compile(ATTEMPTS + r"/\d+/events/\d+\.jsonl")
 
 
 class NodeKeys:
@@ -77,6 +79,11 @@ class AttemptKeys:
         if nodes == 1:
             return NodeKeys(self.folder, self.logs)
         return NodeKeys(f"{self.folder}/nodes/{index}", f"{self.logs}/node-{index}")
+
+
+def is_segment(key: str) -> bool:
+    """Return whether it is the key of an event segment, of whichever attempt."""
+    return _SEGMENT.fullmatch(key) is not None
 
 
 class _ExitRecord:

@@ -185,11 +185,10 @@ class RunDir:
     def list(self, prefix: str) -> list[str]:
         """Return the sorted keys of the files below a folder; empty if there is no such folder."""
         keys: list[str] = []
-        for folder, _, names in os.walk(
-            self.path(prefix)
-        ):  # a glob fails when a folder is removed meanwhile
-            below = Path(folder).relative_to(self.root)
-            keys += [(below / name).as_posix() for name in names if not name.startswith(".tmp-")]
+        above = len(f"{self.root}/")
+        # A glob fails when a folder is removed meanwhile.
+        for folder, _, names in os.walk(self.path(prefix)):
+            keys += [f"{folder}/{name}"[above:] for name in names if not name.startswith(".tmp-")]
         return sorted(keys)
 
     def size(self, key: str) -> int | None:

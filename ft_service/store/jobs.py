@@ -279,8 +279,8 @@ class JobStore(StorePart):
         Raises NotFoundError.
         """
         with self._database.writing(makes_room=True) as connection:
-            read_job(connection, project_id, job_id)
-            if texts:
+            job = read_job(connection, project_id, job_id)
+            if any(getattr(job, name) != text for name, text in texts.items()):
                 connection.execute(update(jobs).where(jobs.c.id == job_id).values(**texts))
                 record(connection, project_id, "job.named", job_id)
             return read_job(connection, project_id, job_id)

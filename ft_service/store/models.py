@@ -26,10 +26,9 @@ class ModelStore(StorePart):
         """Hide a tuned model, or a checkpoint of one. Repeating it changes nothing."""
         row = {"model": model, "project_id": project_id, "deleted_at": database_time()}
         with self._database.writing(makes_room=True) as connection:
-            connection.execute(
-                upsert(connection, deleted_models).values(row).on_conflict_do_nothing()
-            )
-            record(connection, project_id, "model.deleted", model)
+            statement = upsert(connection, deleted_models).values(row).on_conflict_do_nothing()
+            if connection.scalars(statement.returning(deleted_models.c.model)).all():
+                record(connection, project_id, "model.deleted", model)
 
     def is_deleted(self, model: str) -> bool:
         with self._database.reading() as connection:
@@ -84,6 +83,7 @@ class ModelStore(StorePart):
         )
         with self._database.writing() as connection:
             known = set(connection.scalars(near))
+            added: list[str] = []
             for number, grantee in enumerate(grantees):
                 if grantee not in known:
                     place = f"project_ids.{number}"
@@ -101,8 +101,10 @@ class ModelStore(StorePart):
                 statement = upsert(connection, permissions).values(
                     {**row, "created_at": database_time()}
                 )
-                connection.execute(statement.on_conflict_do_nothing())
-            record(connection, project_id, "permission.created", model, project_ids=list(grantees))
+                new = statement.on_conflict_do_nothing().returning(permissions.c.grantee)
+                added += connection.scalars(new)
+            if added:
+                record(connection, project_id, "permission.created", model, project_ids=added)
             query = select(*PERMISSION).where(
                 permissions.c.model == model, permissions.c.grantee.in_(grantees)
             )

@@ -55,6 +55,21 @@ class ApiKey:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NewKey:
+    """A key that is to be made."""
+
+    project_id: str
+    name: str
+    scope: Scope
+    expires_at: float | None = None
+    """When it ends by itself; None: after the longest life of a key, if there is one."""
+    id: str | None = None
+    """None: a random one."""
+    secret: str | None = field(default=None, repr=False)
+    """None: a random one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TenantLimits:
     """Limits of a project; None: no limit."""
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ft_service.data.token_folder import IN_HOME
 from ft_service.errors import FtError, UnavailableError
-from ft_service.rundir.attempt import ATTEMPTS, Attempt, AttemptKeys
+from ft_service.rundir.attempt import ATTEMPTS, Attempt, AttemptKeys, is_segment
 from ft_service.rundir.attempt_seal import Fence, SealedError
 from ft_service.rundir.checkpoints import (
     CHECKPOINT_NAME,
@@ -88,11 +88,22 @@ class Sync:
         """
         self._home = run.root.parent.parent
         self._prefix = run.root.relative_to(self._home).as_posix()
-        self._remote_sizes = {
+        sizes = {
             key[len(self._prefix) + 1 :]: size for key, size in objects.list(self._prefix).items()
         }
-        """Known sizes of the run directory's objects, by key; `_refresh` reads what other processes
-        have written.
+        self._remote_segments = {key: size for key, size in sizes.items() if is_segment(key)}
+        """Sizes of the segments of events that were on storage at first. A long job has a hundred
+        thousand: what is done at every look must not go through them.
+        """
+        self._remote_sizes = {
+            key: size for key, size in sizes.items() if key not in self._remote_segments
+        }
+        """Known sizes of the run directory's other objects, by key; `_refresh` reads what other
+        processes have written.
+        """
+        self._next_segment = 0
+        """The first segment of this attempt that may not be on storage: they are numbered without
+        gaps.
         """
         self._remote = ObjectRunDir(objects, self._prefix, run.root)
         self._fence = Fence(self._remote, attempt)
@@ -121,10 +132,11 @@ class Sync:
         return spec, start
 
     def _download_documents(self) -> None:
-        with ThreadPoolExecutor(
-            DOWNLOADS
-        ) as threads:  # a long job has a hundred thousand segments of events
-            list(threads.map(self._download, filter(self._is_document, self._remote_sizes)))
+        documents = {
+            key: size for key, size in self._remote_sizes.items() if self._is_document(key)
+        } | self._remote_segments
+        with ThreadPoolExecutor(DOWNLOADS) as threads:
+            list(threads.map(self._download, documents, documents.values()))
 
     def fetch_files(self, spec: JobSpec, start: Start) -> None:
         """Download the data files, and the checkpoint to resume from. Raises FtError if that is
@@ -172,7 +184,7 @@ class Sync:
 
     def _fetch_checkpoint(self, name: str) -> None:
         for key in self._below(checkpoint_key(name)):
-            self._download(key)
+            self._download(key, self._remote_sizes[key])
         faults = checkpoint_faults(self.run, name)
         if faults:
             self._fence.check()
@@ -180,8 +192,8 @@ class Sync:
             mark_damaged(self._remote, name, faults)
             raise FtError(f"Checkpoint {name} is damaged on object storage: {faults[0]}.")
 
-    def _download(self, key: str) -> None:
-        self._download_of_size(f"{self._prefix}/{key}", self._remote_sizes[key])
+    def _download(self, key: str, size: int) -> None:
+        self._download_of_size(f"{self._prefix}/{key}", size)
 
     def _download_of_size(self, key: str, size: int) -> None:
         """Download an object, unless a file of its size is here."""
@@ -322,7 +334,7 @@ class Sync:
         """Remove from storage what rank 0 has removed here, marker first. Other nodes have only
         shards and remove theirs once the checkpoint has no marker on storage and a newer one has.
         Files of later attempts are never touched."""
-        if self.run.list(self._keys.events):  # rank 0's node
+        if self.run.has(self._keys.segment(0)):  # rank 0's node
             for name in {key.split("/")[1] for key in self._below(CHECKPOINTS)}:
                 if (
                     _attempt(name) <= self.attempt
@@ -357,18 +369,23 @@ class Sync:
         """Upload segments in order, up to one that names a checkpoint which is not on storage
         yet.
         """
-        for key in self.run.list(self._keys.events):
-            if key in self._remote_sizes:
-                continue
-            body = self.run.readable_bytes(key, MOST_SEGMENT_BYTES)
-            if body is None:
-                continue
-            named = [event.checkpoint for event in parse_events(key, body)[0] if event.checkpoint]
-            if any(
-                not self._push_checkpoint(name) for name in named if CHECKPOINT_NAME.fullmatch(name)
-            ):
+        while self.run.has(key := self._keys.segment(self._next_segment)):
+            if key not in self._remote_segments and not self._push_segment(key):
                 return False
-            self._put_once(key)
+            self._next_segment += 1
+        return True
+
+    def _push_segment(self, key: str) -> bool:
+        """Upload a segment. False: as `_push_events`."""
+        body = self.run.readable_bytes(key, MOST_SEGMENT_BYTES)
+        if body is None:
+            return True
+        named = [event.checkpoint for event in parse_events(key, body)[0] if event.checkpoint]
+        if any(
+            not self._push_checkpoint(name) for name in named if CHECKPOINT_NAME.fullmatch(name)
+        ):
+            return False
+        self.objects.put_if_absent(f"{self._prefix}/{key}", body)
         return True
 
     def _push_outcome(self) -> None:

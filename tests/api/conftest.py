@@ -20,6 +20,7 @@ from ft_service.cli.root_command import run
 from ft_service.control.checks import file_views
 from ft_service.data.examiner import Examiner
 from ft_service.settings import Settings
+from ft_service.store.records import NewKey
 from ft_service.store.sql import Store, migrate, open_store
 from tests.support.bases import save_base
 from tests.support.describing import at_once
@@ -107,7 +108,7 @@ def service(
     server: tuple[str, FastAPI], settings: Settings, store: Store, connections: httpx2.Client
 ) -> Iterator[Service]:
     store.projects.ensure_project("default", "local")
-    _, key = store.keys.create_key(project_id="default", name="test", scope="admin")
+    _, key = store.keys.create_key(NewKey(project_id="default", name="test", scope="admin"))
     url, app = server
     before = app.state.services
     app.state.services = replace(

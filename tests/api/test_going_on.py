@@ -15,6 +15,7 @@ from ft_service.jobs.states import State
 from ft_service.serving import worker_tasks
 from ft_service.spec import JobSpec
 from ft_service.storage.locations import Places
+from ft_service.store.records import NewKey
 from tests.support.rest.service import Service, put, run_dir
 
 OPTIONS: dict[str, Any] = {"lora": {"r": 4, "lora_alpha": 8}, "precision": {"default": "nf4"}}
@@ -126,7 +127,7 @@ def test_another_projects_model_needs_its_permission(
     service: Service, client: openai.OpenAI, parent: str
 ) -> None:
     service.store.projects.ensure_project("other", "local")
-    _, key = service.store.keys.create_key(project_id="other", name="k", scope="user")
+    _, key = service.store.keys.create_key(NewKey(project_id="other", name="k", scope="user"))
     other = service.client(key)
     file_id = other.files.create(file=("a.jsonl", b'{"messages": []}\n'), purpose="fine-tune").id
     with pytest.raises(openai.BadRequestError):

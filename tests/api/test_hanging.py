@@ -19,6 +19,7 @@ from ft_service.control.checks import file_views
 from ft_service.data.examiner import Examiner
 from ft_service.graders import asking
 from ft_service.serving import worker_tasks
+from ft_service.store.records import NewKey
 from tests.support.rest.described import OPEN, filled, needed, operations, tenant
 from tests.support.rest.receiver import hanging
 from tests.support.rest.service import Service
@@ -70,7 +71,7 @@ GRADES = "/v1/fine_tuning/alpha/graders/run"
 
 def test_what_hangs_for_one_tenant_holds_up_nobody(service: Service, outside: Outside) -> None:
     service.store.projects.ensure_project("rival", "rival")
-    key = service.store.keys.create_key(project_id="rival", name="k", scope="admin")[1]
+    key = service.store.keys.create_key(NewKey(project_id="rival", name="k", scope="admin"))[1]
     theirs = tenant(service, "rival", key, outside.url)
     service.use(
         service.app.state.services.settings.model_copy(update={"inference_url": outside.url})

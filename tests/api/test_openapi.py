@@ -32,6 +32,7 @@ from schemathesis.specs.openapi.checks import (
 
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
+from ft_service.store.records import NewKey
 from tests.support.rest.receiver import Receiver, receiving
 from tests.support.rest.service import Service, put, run_dir
 
@@ -210,7 +211,7 @@ def prepared(
         "webhook_endpoint_id": endpoint.id,
         "project_id": "default",
         "api_key_id": service.store.keys.create_key(
-            project_id="default", name="spare", scope="read"
+            NewKey(project_id="default", name="spare", scope="read")
         )[0].id,
     }
 

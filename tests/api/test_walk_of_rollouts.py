@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ft_service.agents.open_rollouts import KEY_PREFIX, OpenRollout, OpenRollouts
+from ft_service.store.records import NewKey, Scope
 from ft_service.tinker.names import KEY_PREFIX as TINKERS
 from tests.support.agents import new_rollout
 from tests.support.rest.described import OPEN, filled, operations
@@ -68,16 +69,16 @@ def keys_of_api(service: Service) -> Iterator[tuple[str, str, int]]:
     service.store.projects.ensure_project("same", "local")
     service.store.projects.ensure_project("rival", "rival")
     create = service.store.keys.create_key
-    others: dict[str, dict[str, int]] = {
+    others: dict[str, dict[Scope, int]] = {
         "default": {"admin": 404, "submit": 404, "read": 403, "metrics": 403},
         "same": {"admin": 404, "read": 403},
         "rival": {"admin": 404, "read": 403},
     }
     for project_id, scopes in others.items():
         for scope, status in scopes.items():
-            key = create(project_id=project_id, name="k", scope=scope)[1]  # type: ignore[arg-type]
+            key = create(NewKey(project_id=project_id, name="k", scope=scope))[1]
             yield f"{scope} of {project_id}", key, status
-    revoked, key = create(project_id="default", name="k", scope="admin")
+    revoked, key = create(NewKey(project_id="default", name="k", scope="admin"))
     service.store.keys.revoke_key("default", revoked.id)
     yield "revoked", key, 401
     yield "as Tinker's clients send it", TINKERS + service.key, 401

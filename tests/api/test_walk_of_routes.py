@@ -28,6 +28,7 @@ from ft_service.control.checks import file_views
 from ft_service.data.examiner import Examiner
 from ft_service.serving import worker_tasks
 from ft_service.shared_work.places import every_kind
+from ft_service.store.records import NewKey
 from ft_service.tinker.names import KEY_PREFIX
 from tests.support.rest.described import filled, needed, operations, tenant
 from tests.support.rest.service import Service, wait_until
@@ -67,7 +68,7 @@ ENDS = ("DELETE", "cancel", "archive", "rotate", "complete", "pause", "resume")
 def rival(service: Service) -> str:
     """The admin key of a project that behaves badly."""
     service.store.projects.ensure_project("rival", "rival")
-    return service.store.keys.create_key(project_id="rival", name="k", scope="admin")[1]
+    return service.store.keys.create_key(NewKey(project_id="rival", name="k", scope="admin"))[1]
 
 
 def routes(service: Service) -> list[tuple[str, str]]:

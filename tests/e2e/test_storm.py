@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from ft_service.rundir.directory import RunDir
+from ft_service.store.records import NewKey
 from ft_service.store.sql import open_store
 from ft_service.tinker.names import job_id_of
 from tests.e2e import test_reinforcement as reinforcement
@@ -128,7 +129,9 @@ class Storm:
                 store.projects.ensure_project(
                     name, store.projects.get_project("default").organization
                 )
-                key = store.keys.create_key(project_id=name, name="storm", scope="submit")[1]
+                key = store.keys.create_key(NewKey(project_id=name, name="storm", scope="submit"))[
+                    1
+                ]
                 found.append(
                     self.servers[-1].client(
                         base_url=self.servers[-1].url, api_key=key, max_retries=20

@@ -39,6 +39,10 @@ SHRINKS = tuple(torch.linspace(1.0, 0.7, 13).tolist())
 error is taken.
 """
 _LEAST = torch.finfo(torch.bfloat16).tiny
+_MOST_MXFP4_EXPONENT = 2 * mxfp4.BIAS - 2
+"""The specification's for fp32, whose largest power is 2 ** 127: that less 2, as 6 = 1.5 · 2². Above
+it the largest codes would be infinite.
+"""
 _LEAST_E4M3 = torch.finfo(torch.float8_e4m3fn).tiny
 """torchao's smallest scale of a block in NVFP4: all are normal numbers."""
 
@@ -157,8 +161,8 @@ def _mxfp4_scaled(rows: Tensor) -> tuple[Tensor, Tensor]:
     largest = grouped.abs().amax(dim=2)
     mantissa, exponent = torch.frexp(largest)  # of which 0.875 = 1.75 / 2 is the first to round up
     exponent = exponent + (mantissa >= 0.875).int() - 3
-    exponents = torch.where(largest == 0, 0, (exponent + mxfp4.BIAS).clamp(1, mxfp4.NO_NUMBER - 1))
-    exponents = exponents.to(torch.uint8)
+    exponents = (exponent + mxfp4.BIAS).clamp(1, _MOST_MXFP4_EXPONENT)
+    exponents = torch.where(largest == 0, 0, exponents).to(torch.uint8)
     # A zero block has the smallest exponent, and zeros by any.
     scales = mxfp4.powers(exponents.clamp(min=1))
     return (grouped / scales[:, :, None]).clamp_(-e2m1.LARGEST, e2m1.LARGEST), exponents

@@ -15,6 +15,7 @@ from api.routes.page.sign_in_page import page_router
 router = page_router()
 
 ENGINES = "/v1/engines"
+JOBS = "/v1/fine_tuning/jobs"
 
 
 @router.get("/engines")
@@ -30,8 +31,11 @@ async def live_engines(request: Request, api: Api) -> Response:
 
 async def _values(api: Api) -> dict[str, Any]:
     found = (await api.get(ENGINES))["data"]
-    jobs = [job["id"] for engine in found for job in engine["jobs"]]
-    views = [await api.find(f"/v1/fine_tuning/jobs/{job_id}") for job_id in jobs]
-    # A job may be deleted meanwhile.
-    titles = {view["id"]: job_title(view) for view in views if view is not None}
+    seated = [job["id"] for engine in found for job in engine["jobs"]]
+    running = (await api.get(JOBS, limit=100, status="running"))["data"] if seated else []
+    titles = {view["id"]: job_title(view) for view in running}
+    # Those that end just now, and those beyond the list's limit; one may be deleted meanwhile.
+    for job_id in seated:
+        if job_id not in titles and (view := await api.find(f"{JOBS}/{job_id}")):
+            titles[job_id] = job_title(view)
     return {"engines": found, "titles": titles}

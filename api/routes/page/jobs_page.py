@@ -23,7 +23,7 @@ from api.page.job_form import given_options, yaml_text
 from api.page.rendering import DocumentPart, fragment, leave_for, page, rendered, sent
 from api.page.sample_job import sample_base
 from api.page.summaries import answers_of, graded_over_time, served_losses
-from api.routes.page.engines_page import ENGINES
+from api.routes.page.engines_page import ENGINES, JOBS
 from api.routes.page.models_page import inference_of
 from api.routes.page.organization_page import PROJECTS, every
 from api.routes.page.sign_in_page import Visitor, form_of, page_router
@@ -34,7 +34,6 @@ from ft_service.store.records import Principal
 
 router = page_router()
 
-JOBS = "/v1/fine_tuning/jobs"
 _PAGE = 50
 _UNFINISHED = 30
 """Jobs that run or wait, which are shown above all others."""
@@ -239,8 +238,11 @@ async def exports(request: Request, job_id: str, api: Api, where: Where = None) 
 
 
 @router.get("/page/live/jobs/{job_id}/exports")
-async def live_exports(request: Request, job_id: str, api: Api, where: Where = None) -> Response:
-    values = await _exports(api, job_id, where)
+async def live_exports(
+    request: Request, job_id: str, api: Api, where: Where = None, made: str | None = None
+) -> Response:
+    """`made`: the forms whose losses the browser shows."""
+    values = await _exports(api, job_id, where, made)
     return fragment(request, "job_exports_list.html", job={"id": job_id}, **values)
 
 
@@ -343,19 +345,27 @@ async def _latest_events(api: InnerApi, job_id: str) -> list[dict[str, Any]]:
     return (await api.get(f"{JOBS}/{job_id}/events", limit=_LATEST_EVENTS, type="message"))["data"]
 
 
-async def _exports(api: InnerApi, job_id: str, where: str | None) -> dict[str, Any]:
+async def _exports(
+    api: InnerApi, job_id: str, where: str | None, shown_losses: str | None = None
+) -> dict[str, Any]:
     """Return the values of `job_exports_list.html`: the forms for where the model will run; those
     that were made where that is not said yet.
+
+    `shown_losses`: as `made` of `live_exports`. While they are those that were made, nothing is
+    read of the evaluations, and `served` is None.
     """
     listed = await api.get(f"{JOBS}/{job_id}/exports")
     made = {view["format"]: view for view in listed["data"]}
-    evaluated = await api.find(f"{JOBS}/{job_id}/evaluation", limit=100)
-    served = served_losses(evaluated["data"] if evaluated else (), made)
+    whole = ",".join(form for form, view in made.items() if view["status"] == "succeeded")
+    served = None
+    if shown_losses != whole:
+        evaluated = await api.find(f"{JOBS}/{job_id}/evaluation", limit=100)
+        served = served_losses(evaluated["data"] if evaluated else (), made)
     place = _PLACES.get(where or "")
     every = {form: text for one in PLACES for form, text in one.forms.items()}
     forms = place.forms if place else {form: every[form] for form in every if form in made}
     shown = {"forms": forms.items(), "places": PLACES, "where": place}
-    return {"exports": made, "served": served, **shown}
+    return {"exports": made, "whole": whole, "served": served, **shown}
 
 
 async def _projects(api: InnerApi, viewer: Principal) -> dict[str, str]:

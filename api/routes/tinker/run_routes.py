@@ -188,9 +188,10 @@ def publish(
     """
     run, path = _own(model, kind, name, caller, services)
     public = request.method == "POST"
-    services.store.tinker.record_weights(
-        caller.project_id, "published" if public else "unpublished", str(path)
-    )
+    if options_of(run, path.checkpoint_id).public != public:
+        services.store.tinker.record_weights(
+            caller.project_id, "published" if public else "unpublished", str(path)
+        )
     return _change(run, path, public=public)
 
 

@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import Any, Literal
 
 from sqlalchemy import Connection, and_, case, delete, exists, func, insert, or_, select, update
@@ -17,7 +17,7 @@ from sqlalchemy import Connection, and_, case, delete, exists, func, insert, or_
 from ft_service.errors import AuthError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.store.database import Database, StorePart, database_time
-from ft_service.store.records import ApiKey, Principal, Scope
+from ft_service.store.records import ApiKey, NewKey, Principal
 from ft_service.store.rows import KEY, not_found
 from ft_service.store.tables import audit, keys, projects, sessions
 from ft_service.store.tenants.audit import record
@@ -55,15 +55,6 @@ _PRINCIPAL = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Life:
-    """When a key ends; as the fields of ApiKey."""
-
-    expires_at: float | None
-    ends_with: str | None = None
-    latest_end: float | None = None
-
-
 class KeyStore(StorePart):
     """API keys."""
 
@@ -87,47 +78,32 @@ class KeyStore(StorePart):
             return connection.scalars(select(exists().select_from(keys))).one()
 
     def create_key(
-        self,
-        *,
-        project_id: str,
-        name: str,
-        scope: Scope,
-        expires_at: float | None = None,
-        secret: str | None = None,
-        key_id: str | None = None,
-        param: str = "expires_days",
-        made_by: Principal | None = None,
+        self, new: NewKey, *, made_by: Principal | None = None, param: str = "expires_days"
     ) -> tuple[ApiKey, str]:
         """Create a key. Returns it with its secret, which is not stored.
 
-        `expires_at`: None: after the longest life of a key, if there is one. `secret`, `key_id`:
-        None: random ones. `param`: the field that gave `expires_at`. `made_by`: None: the operator;
-        a key that a person makes by single sign-on ends with the person's access.
+        `made_by`: None: the operator; a key that a person makes by single sign-on ends with the
+        person's access. `param`: the field that gave `expires_at`.
 
         Raises NotFoundError for an unknown project, SpecError for a short secret or a longer life
         than FT_MAX_KEY_DAYS allows, ConflictError for
         a secret or an id that is in use, and AuthError if the person's access has ended meanwhile.
         """
-        if secret is None:
-            secret = _new_secret()
-        if len(secret) < MIN_SECRET_CHARACTERS:
+        if new.secret is not None and len(new.secret) < MIN_SECRET_CHARACTERS:
             raise SpecError(
-                f"The key has {len(secret)} characters; give it at least {MIN_SECRET_CHARACTERS}.",
+                f"The key has {len(new.secret)} characters; give it at least "
+                f"{MIN_SECRET_CHARACTERS}.",
                 param="secret",
             )
+        mine = select(projects.c.id).where(projects.c.id == new.project_id, THERE)
         with self._database.writing() as connection:
-            if (
-                connection.scalars(
-                    select(projects.c.id).where(projects.c.id == project_id, THERE)
-                ).one_or_none()
-                is None
-            ):
-                raise NotFoundError(f"There is no project {project_id!r}.")
-            end = self._end_of(connection, scope, expires_at, param)
+            if connection.scalars(mine).one_or_none() is None:
+                raise NotFoundError(f"There is no project {new.project_id!r}.")
+            new = replace(new, expires_at=self._end_of(connection, new, param))
             person = None if made_by is None else _living_person(connection, made_by)
-            life = self._life(connection, end, person)
-            key = _insert(connection, project_id, name, scope, secret, life, key_id)
-            record(connection, project_id, "key.created", key.id, name=name, scope=scope)
+            key, secret = self._insert(connection, new, person)
+            what = {"name": new.name, "scope": new.scope}
+            record(connection, new.project_id, "key.created", key.id, **what)
         return key, secret
 
     def rotate_key(
@@ -137,45 +113,18 @@ class KeyStore(StorePart):
 
         Returns the new key and its secret. Raises SpecError for a revoked or expired key.
         """
-        secret = _new_secret()
-        mine = (keys.c.id == key_id, keys.c.project_id == project_id)
         with self._database.writing() as connection:
-            row = (
-                connection.execute(select(*KEY, database_time().label("now")).where(*mine))
-                .mappings()
-                .one_or_none()
+            old, now = _rotatable(connection, project_id, key_id)
+            new = NewKey(
+                project_id=project_id,
+                name=old.name,
+                scope=old.scope,
+                expires_at=self._end_of_successor(connection, old, now),
             )
-            if row is None:
-                raise not_found("key", key_id)
-            values = dict(row)
-            now = values.pop("now")
-            old = ApiKey(**values)
-            if old.identity is not None:
-                message = (
-                    f"Key {key_id} stands for a person who signs in by single sign-on: it "
-                    "has no secret to replace."
-                )
-                raise SpecError(message, param="key_id", code="invalid_state")
-            if old.revoked_at is not None or (old.expires_at is not None and old.expires_at <= now):
-                raise _over(key_id)
-            ends = (
-                now + keep_seconds
-                if old.expires_at is None
-                else min(old.expires_at, now + keep_seconds)
-            )
-            end = _created_to_expire(connection, old)
-            longest = self._longest_end(now, old.scope)
-            if longest is not None and (
-                end is None or end - old.created_at > self._longest_seconds - 1.0
-            ):
-                end = longest  # of a life as long as any may be, which begins anew
             if old.ends_with is not None:
                 _lock_person(connection, old.ends_with)
-            statement = update(keys).where(*mine, keys.c.revoked_at.is_(None))
-            if not connection.execute(statement.values(expires_at=ends, latest_end=ends)).rowcount:
-                raise _over(key_id)
-            life = self._life(connection, end, old.ends_with)
-            key = _insert(connection, project_id, old.name, old.scope, secret, life)
+            _end_by(connection, old, now + keep_seconds)
+            key, secret = self._insert(connection, new, old.ends_with)
             record(connection, project_id, _ROTATED, key_id, replaced_by=key.id)
         return key, secret
 
@@ -205,18 +154,37 @@ class KeyStore(StorePart):
     def _longest_seconds(self) -> float:
         return (self.max_days or 0.0) * DAY_SECONDS
 
-    def _life(self, connection: Connection, end: float | None, person: str | None) -> _Life:
-        """Return the life of a new key that ends by itself at `end`, None: never, or with a
-        person's access.
+    def _insert(
+        self, connection: Connection, new: NewKey, person: str | None
+    ) -> tuple[ApiKey, str]:
+        """Store a key that ends by itself at its `expires_at`, None: never, or with a person's
+        access. Return it with its secret.
         """
+        secret = new.secret or _new_secret()
+        row = {
+            "id": new.id or new_id(PREFIX),
+            "project_id": new.project_id,
+            "name": new.name,
+            "scope": new.scope,
+            "prefix": secret[:SHOWN_CHARACTERS],
+            "digest": digest_of(secret),
+            "created_at": database_time(),
+            **self._life(connection, new.expires_at, person),
+        }
+        statement = insert(keys).values(row).returning(*KEY)
+        return ApiKey(**connection.execute(statement).mappings().one()), secret
+
+    def _life(
+        self, connection: Connection, end: float | None, person: str | None
+    ) -> dict[str, Any]:
+        """Return the columns that say when a new key ends, as for `_insert`."""
         if person is None:
-            return _Life(expires_at=end)
+            return {"expires_at": end}
         signed_in = func.coalesce(keys.c.signed_in_at, keys.c.expires_at)
         row = connection.execute(select(signed_in.label("at")).where(keys.c.id == person)).one()
         until = row.at + self.person_days * DAY_SECONDS
-        return _Life(
-            expires_at=until if end is None else min(end, until), ends_with=person, latest_end=end
-        )
+        earlier = until if end is None else min(end, until)
+        return {"expires_at": earlier, "ends_with": person, "latest_end": end}
 
     def _longest_end(self, now: float, scope: str) -> float | None:
         """When a key that is made now has to end; None: never."""
@@ -224,12 +192,21 @@ class KeyStore(StorePart):
             return None
         return now + self._longest_seconds
 
-    def _end_of(
-        self, connection: Connection, scope: Scope, asked: float | None, param: str
-    ) -> float | None:
+    def _end_of_successor(self, connection: Connection, old: ApiKey, now: float) -> float | None:
+        """When the key that replaces another ends by itself; None: never."""
+        end = _created_to_expire(connection, old)
+        longest = self._longest_end(now, old.scope)
+        if longest is None or (
+            end is not None and end - old.created_at <= self._longest_seconds - 1.0
+        ):
+            return end
+        return longest  # of a life as long as any may be, which begins anew
+
+    def _end_of(self, connection: Connection, new: NewKey, param: str) -> float | None:
         """When a new key ends. Raises SpecError if it is to live longer than any may."""
+        asked = new.expires_at
         now = connection.scalars(select(database_time())).one()
-        longest = self._longest_end(now, scope)
+        longest = self._longest_end(now, new.scope)
         if longest is None or asked is None:
             return longest if asked is None else asked
         if asked > longest + 1.0:
@@ -287,17 +264,14 @@ class KeyStore(StorePart):
         """Revoke a key, and with a person's key those that the person made. Repeating it changes
         nothing.
         """
-        statement = (
-            update(keys)
-            .where(keys.c.id == key_id, keys.c.project_id == project_id)
-            .values(revoked_at=func.coalesce(keys.c.revoked_at, database_time()))
-            .returning(*KEY)
-        )
+        mine = (keys.c.id == key_id, keys.c.project_id == project_id)
+        statement = update(keys).where(*mine, keys.c.revoked_at.is_(None))
         with self._database.writing() as connection:
-            row = connection.execute(statement).mappings().one_or_none()
+            if connection.execute(statement.values(revoked_at=database_time())).rowcount:
+                record(connection, project_id, "key.revoked", key_id)
+            row = connection.execute(select(*KEY).where(*mine)).mappings().one_or_none()
             if row is None:
                 raise not_found("key", key_id)
-            record(connection, project_id, "key.revoked", key_id)
             revoke_with(connection, keys.c.ends_with == key_id)
         return ApiKey(**row)
 
@@ -518,6 +492,37 @@ def _lock_person(connection: Connection, person: str) -> None:
     connection.execute(select(keys.c.id).where(keys.c.id == person).with_for_update())
 
 
+def _rotatable(connection: Connection, project_id: str, key_id: str) -> tuple[ApiKey, float]:
+    """Return a key that may be rotated, and the time. Raises as `KeyStore.rotate_key`."""
+    query = select(*KEY, database_time().label("now"))
+    mine = query.where(keys.c.id == key_id, keys.c.project_id == project_id)
+    row = connection.execute(mine).mappings().one_or_none()
+    if row is None:
+        raise not_found("key", key_id)
+    values = dict(row)
+    now = values.pop("now")
+    key = ApiKey(**values)
+    if key.identity is not None:
+        message = (
+            f"Key {key_id} stands for a person who signs in by single sign-on: it "
+            "has no secret to replace."
+        )
+        raise SpecError(message, param="key_id", code="invalid_state")
+    if key.revoked_at is not None or (key.expires_at is not None and key.expires_at <= now):
+        raise _over(key_id)
+    return key, now
+
+
+def _end_by(connection: Connection, key: ApiKey, latest: float) -> None:
+    """Let a key end at `latest`, or earlier if it ends earlier. Raises SpecError if it was revoked
+    meanwhile.
+    """
+    end = latest if key.expires_at is None else min(key.expires_at, latest)
+    statement = update(keys).where(keys.c.id == key.id, keys.c.revoked_at.is_(None))
+    if not connection.execute(statement.values(expires_at=end, latest_end=end)).rowcount:
+        raise _over(key.id)
+
+
 def _over(key_id: str) -> SpecError:
     return SpecError(
         f"Key {key_id} opens nothing any more: create a new one.",
@@ -540,28 +545,6 @@ def _principal(row: Any) -> Principal:
 
 def _new_secret() -> str:
     return f"ft-{secrets.token_urlsafe(SECRET_BYTES)}"
-
-
-def _insert(
-    connection: Connection,
-    project_id: str,
-    name: str,
-    scope: Scope,
-    secret: str,
-    life: _Life,
-    key_id: str | None = None,
-) -> ApiKey:
-    row = {
-        "id": key_id or new_id(PREFIX),
-        "project_id": project_id,
-        "name": name,
-        "scope": scope,
-        "prefix": secret[:SHOWN_CHARACTERS],
-        "digest": digest_of(secret),
-        "created_at": database_time(),
-        **asdict(life),
-    }
-    return ApiKey(**connection.execute(insert(keys).values(row).returning(*KEY)).mappings().one())
 
 
 def _created_to_expire(connection: Connection, key: ApiKey) -> float | None:

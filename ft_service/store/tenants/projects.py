@@ -155,9 +155,13 @@ class ProjectStore(StorePart):
             values: dict[str, Any] = _limit_values(new)
             if name is not None:
                 values["name"] = name
-            connection.execute(update(projects).where(projects.c.id == project_id).values(**values))
-            changed = {**({"name": name} if name is not None else {}), **(limits or {})}
-            record(connection, project_id, "project.updated", project_id, **changed)
+            before = {"name": old.name, **vars(old.limits)}
+            asked = {**({"name": name} if name is not None else {}), **(limits or {})}
+            changed = {what: value for what, value in asked.items() if before[what] != value}
+            if changed:
+                mine = update(projects).where(projects.c.id == project_id)
+                connection.execute(mine.values(**values))
+                record(connection, project_id, "project.updated", project_id, **changed)
             return _get(connection, project_id)
 
     def limited_by_bytes(self) -> list[str]:

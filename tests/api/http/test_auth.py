@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ft_service.store.records import NewKey
 from tests.support.rest.described import MAKES, ask, filled, operations, tenant
 from tests.support.rest.refusals import check_error
 from tests.support.rest.service import Service
@@ -21,13 +22,13 @@ def test_a_key_that_has_ended_opens_nothing(
     service: Service, theirs: dict[str, str], subtests: pytest.Subtests
 ) -> None:
     store = service.store
-    revoked, secret = store.keys.create_key(project_id="default", name="k", scope="admin")
+    revoked, secret = store.keys.create_key(NewKey(project_id="default", name="k", scope="admin"))
     store.keys.revoke_key("default", revoked.id)
     expired = store.keys.create_key(
-        project_id="default", name="k", scope="admin", expires_at=store.now() - 1
+        NewKey(project_id="default", name="k", scope="admin", expires_at=store.now() - 1)
     )[1]
     project = store.projects.create_project(name="ended", organization="local")
-    archived = store.keys.create_key(project_id=project.id, name="k", scope="admin")[1]
+    archived = store.keys.create_key(NewKey(project_id=project.id, name="k", scope="admin"))[1]
     store.projects.archive_project(project.id)
     for method, path in operations(service, keyed=True):
         for kind, key in (("revoked", secret), ("expired", expired), ("archived", archived)):
@@ -39,7 +40,7 @@ def test_a_key_that_has_ended_opens_nothing(
 def test_a_key_of_scope_read_changes_nothing(
     service: Service, theirs: dict[str, str], subtests: pytest.Subtests
 ) -> None:
-    read = service.store.keys.create_key(project_id="default", name="k", scope="read")[1]
+    read = service.store.keys.create_key(NewKey(project_id="default", name="k", scope="read"))[1]
     for method, path in operations(service, keyed=True):
         with subtests.test(method=method, path=path):
             if path in MAKES:

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from ft_service.jobs.states import State
-from ft_service.store.records import TenantLimits
+from ft_service.store.records import NewKey, TenantLimits
 from tests.support.attempts import wait_for
 from tests.support.rest.receiver import Receiver, receiving
 from tests.support.rest.refusals import check_error
@@ -174,7 +174,7 @@ def test_the_key_is_checked_whichever_header_has_it(service: Service, path: str)
         error = check_error(asked(service, "GET", path, **headers), 401)
         assert error["code"] == "invalid_api_key"
         assert key not in error["message"]
-    read = service.store.keys.create_key(project_id="default", name="k", scope="read")[1]
+    read = service.store.keys.create_key(NewKey(project_id="default", name="k", scope="read"))[1]
     assert asked(service, "GET", path, **{"api-key": read}).status_code == 200
     answer = asked(service, "POST", path, **{"api-key": read})
     assert check_error(answer, 403)["code"] == "insufficient_permissions"
@@ -300,7 +300,7 @@ def test_requests_to_both_paths_share_a_projects_limit(service: Service) -> None
     project = service.store.projects.create_project(
         name="limited", organization="local", limits=TenantLimits(max_requests_per_minute=2)
     )
-    key = service.store.keys.create_key(project_id=project.id, name="k", scope="submit")[1]
+    key = service.store.keys.create_key(NewKey(project_id=project.id, name="k", scope="submit"))[1]
     left = "x-ratelimit-remaining-requests"
     assert service.http("GET", "/v1/models", key=key).headers[left] == "1"
     assert service.http("GET", "/openai/models", key=key).headers[left] == "0"

@@ -31,6 +31,7 @@ from ft_service.bases.description import Versions
 from ft_service.errors import SpecError, UnavailableError
 from ft_service.rundir.directory import RunDir
 from ft_service.shared_work.places import Kind, Places
+from ft_service.store.records import NewKey
 from ft_service.store.sql import migrate, open_store
 from ft_service.tinker import tinker_messages_pb2 as pb
 from ft_service.tinker.names import KEY_PREFIX
@@ -152,7 +153,7 @@ def test_hostile_bodies_stay_within_a_servers_memory(
     url = json.loads((home / "server.json").read_text())["url"]
     with contextlib.closing(open_store(f"sqlite:///{home / 'ft.db'}")) as store:
         store.projects.ensure_project("other", "default")
-        _, secret = store.keys.create_key(project_id="other", name="other", scope="submit")
+        _, secret = store.keys.create_key(NewKey(project_id="other", name="other", scope="submit"))
     hostile, other = (
         Client.of(url, key)
         for key in (json.loads((home / "credentials").read_text())["api_key"], secret)

@@ -24,6 +24,7 @@ import pytest
 from api.routes import files, fine_tuning
 from api.routes.tuning import sweeps
 from ft_service.storage.locations import Places
+from ft_service.store.records import NewKey
 from tests.support.attempts import HANG_SECONDS
 from tests.support.rest.refusals import check_error
 from tests.support.rest.service import TRAINING, Service, stored, wait_until
@@ -370,7 +371,9 @@ def test_a_key_is_of_a_project_and_of_an_upload(service: Service, client: openai
     assert one.send(KEYED)["id"] != other.send(KEYED, TRAINING * 2)["id"]
     mine = Sender(service, client, "file").send(KEYED)
     service.store.projects.ensure_project("theirs", "local")
-    _, service.key = service.store.keys.create_key(project_id="theirs", name="test", scope="user")
+    _, service.key = service.store.keys.create_key(
+        NewKey(project_id="theirs", name="test", scope="user")
+    )
     assert Sender(service, client, "file").send(KEYED)["id"] != mine["id"]
 
 

@@ -21,7 +21,13 @@ from ft_service.rundir.events import Event, Metrics, write_segment
 from ft_service.settings import Settings
 from ft_service.spec import StoredSpec
 from ft_service.storage.locations import Places
-from ft_service.store.records import ProjectStatistics, Scope, ServiceStatistics, TenantLimits
+from ft_service.store.records import (
+    NewKey,
+    ProjectStatistics,
+    Scope,
+    ServiceStatistics,
+    TenantLimits,
+)
 from tests.support.attempts import wait_for
 from tests.support.creating import create_job
 from tests.support.fake_launcher import FakeLauncher
@@ -205,9 +211,9 @@ def test_a_jobs_way_through_the_reconciler_is_counted(service: Service) -> None:
 
 def test_only_keys_of_scope_metrics_and_admin_read_them(service: Service) -> None:
     _, scraper = service.store.keys.create_key(
-        project_id="default", name="prometheus", scope="metrics"
+        NewKey(project_id="default", name="prometheus", scope="metrics")
     )
-    _, user = service.store.keys.create_key(project_id="default", name="u", scope="user")
+    _, user = service.store.keys.create_key(NewKey(project_id="default", name="u", scope="user"))
     assert samples(service, scraper)
     assert service.http("GET", "/metrics", key=user).status_code == 403
     assert service.http("GET", "/metrics", headers={"authorization": ""}).status_code == 401
@@ -222,12 +228,12 @@ def test_keys_of_other_organisations_do_not_read_the_numbers_of_all(
     other = service.store.projects.create_project(
         name="rival", organization="rival", limits=TenantLimits()
     )
-    _, key = service.store.keys.create_key(project_id=other.id, name="k", scope=scope)
+    _, key = service.store.keys.create_key(NewKey(project_id=other.id, name="k", scope=scope))
     assert check_error(service.http("GET", "/metrics", key=key), 403)
     team = service.store.projects.create_project(
         name="team", organization=service.settings.organization, limits=TenantLimits()
     )
-    _, key = service.store.keys.create_key(project_id=team.id, name="k", scope=scope)
+    _, key = service.store.keys.create_key(NewKey(project_id=team.id, name="k", scope=scope))
     assert samples(service, key)
 
 

@@ -11,6 +11,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from api.http.sessions import token_of
+from ft_service.store.records import NewKey
 from ft_service.store.tenants.keys import SESSION_SECONDS
 from tests.support.page.sessions import new_browser, secret_of
 from tests.support.rest.service import Service
@@ -112,7 +113,9 @@ def test_a_stolen_cookie_dies_with_sign_out(service: Service, browser: httpx2.Cl
 
 
 def test_a_key_that_only_reads_can_sign_out(service: Service) -> None:
-    _, key = service.store.keys.create_key(project_id="default", name="reader", scope="read")
+    _, key = service.store.keys.create_key(
+        NewKey(project_id="default", name="reader", scope="read")
+    )
     with new_browser(service) as browser:
         browser.post("/sign-in", data={"key": key})
         token = {"x-csrf-token": token_of(secret_of(browser))}

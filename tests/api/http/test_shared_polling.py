@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from ft_service.jobs.states import State
-from ft_service.store.records import NewEvent
+from ft_service.store.records import NewEvent, NewKey
 from tests.support.rest.service import Service, put, wait_until
 from tests.support.rest.streams import listening, next_event
 
@@ -76,7 +76,7 @@ def test_a_key_follows_so_many_at_once_and_another_key_as_many(
                 assert "follows 2 streams" in refused.json()["error"]["message"]
                 assert refused.headers["x-should-retry"] == "false"
             _, other = service.store.keys.create_key(
-                project_id="default", name="other", scope="read"
+                NewKey(project_id="default", name="other", scope="read")
             )
             with listening(service, job_id, authorization=f"Bearer {other}") as third:
                 next_event(third)

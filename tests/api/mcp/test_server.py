@@ -18,6 +18,7 @@ from api.mcp.tools import TOOLS, plan_id
 from ft_service.errors import SpecError
 from ft_service.jobs.states import State
 from ft_service.settings import Settings
+from ft_service.store.records import NewKey
 from tests.support.mcp_clients import Use, used_tools
 from tests.support.rest.service import TRAINING, Service, put, serving_app
 
@@ -125,14 +126,14 @@ def test_a_failed_job_is_explained_and_others_see_nothing_of_it(
     assert ended.structured_content["status"] == "cancelled", "it does not wait on"
     assert called(service, "explain_refusal", job_id=job_id).structured_content["error"] == {}
     service.store.projects.ensure_project("other", "rival")
-    other = service.store.keys.create_key(project_id="other", name="k", scope="user")[1]
+    other = service.store.keys.create_key(NewKey(project_id="other", name="k", scope="user"))[1]
     for name in ("status", "metrics", "explain_refusal", "cancel", "evaluation"):
         assert called(service, name, other, job_id=job_id).is_error, name
     assert called(service, "jobs", other).structured_content["data"] == []
 
 
 def test_a_key_that_reads_changes_nothing(service: Service, training_file: str) -> None:
-    key = service.store.keys.create_key(project_id="default", name="r", scope="read")[1]
+    key = service.store.keys.create_key(NewKey(project_id="default", name="r", scope="read"))[1]
     assert not called(service, "models", key).is_error
     refused = called(service, "upload_data", key, name="a.jsonl", content="{}")
     assert refused.is_error

@@ -18,7 +18,9 @@ from api.page import formatting
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.admission.job_admission import AdmissionContext
 from ft_service.control.admission.sweep_admission import create_sweep
+from ft_service.rundir.documents import Export, ExportFormat, state_key
 from ft_service.serving import preview_process
+from ft_service.store.records import NewKey
 from tests.support.describing import at_once
 from tests.support.image_bases import drawn, encoded
 from tests.support.page.browser import (
@@ -37,6 +39,7 @@ from tests.support.page.browser import (
     until,
 )
 from tests.support.page.hostile import HOSTILE, sign_in
+from tests.support.page.inner_requests import requests_of_page
 from tests.support.page.place import Place
 from tests.support.page.seeded import DATA, NOW, seed_files, seed_job, seed_log, seed_steps
 from tests.support.page.teams import seed_sweep
@@ -226,7 +229,9 @@ def test_a_model_is_talked_to_beside_another(
     until(lambda: answers(4) == ["again"])
     driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
     driver.refresh()
-    _, key = place.store.keys.create_key(project_id="default", name="somebody else", scope="submit")
+    _, key = place.store.keys.create_key(
+        NewKey(project_id="default", name="somebody else", scope="submit")
+    )
     find(driver, "#key").send_keys(key, Keys.ENTER)
     until(lambda: driver.find_element(By.CSS_SELECTOR, "[data-nothing]").is_displayed())
     assert not driver.find_elements(By.CSS_SELECTOR, ".turn")
@@ -350,6 +355,30 @@ const right = (one) => { range.selectNodeContents(one); return range.getBounding
 return [...document.querySelectorAll(".field > label")]
   .filter((one) => right(one) > one.parentElement.getBoundingClientRect().right + 1).map((one) => one.textContent);
 """
+
+
+def test_the_losses_of_an_export_appear_once_it_is_made(
+    driver: webdriver.Chrome, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = seed_files(place.settings, place.store, "default")
+    asked = {"model": "tiny-llama", "training_file": files["train"]}
+    ended = {"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW}
+    job = seed_job(place.settings, place.store, place.holder, asked, **ended)
+    export = Export(format=ExportFormat.MERGED, status="running", created_at=NOW)
+    run = place.run_of(job)
+    run.write(state_key(export.format), export)
+    paths = requests_of_page(monkeypatch)
+    sign_in(driver, place)
+    driver.get(f"{place.url}/jobs/{job.id}/exports?where=transformers")
+    looked_at = [f"/v1/fine_tuning/jobs/{job.id}/{part}" for part in ("exports", "evaluation")]
+    until(lambda: paths.count(looked_at[0]) == 3)
+    assert paths.count(looked_at[1]) == 1, "nothing is new while it is made"
+    losses = {"adapter_on_base_as_trained": 1.25, "adapter_on_bf16_base": 1.5, "merged": 1.26}
+    made = {"status": "succeeded", "report": {"validation_loss": losses}}
+    run.write(state_key(export.format), export.model_copy(update=made))
+    until(lambda: "+0.0100" in text_of(driver, "#served"))
+    assert "succeeded" in text_of(driver, "#exports")
+    assert paths.count(looked_at[1]) == 2
 
 
 def test_models_keys_and_projects_by_click(

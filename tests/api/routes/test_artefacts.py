@@ -21,6 +21,7 @@ from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
 from ft_service.rundir.documents import ExportFormat
 from ft_service.serving import exporting
+from ft_service.store.records import NewKey
 from tests.support.rest.service import Service, put, run_dir
 
 
@@ -76,7 +77,7 @@ def test_another_project_gets_the_404_of_a_job_that_never_was(
     service: Service, job_id: str
 ) -> None:
     service.store.projects.ensure_project("other", "rival")
-    other = service.store.keys.create_key(project_id="other", name="k", scope="admin")[1]
+    other = service.store.keys.create_key(NewKey(project_id="other", name="k", scope="admin"))[1]
     for method, path in (
         ("POST", ""),
         ("GET", ""),

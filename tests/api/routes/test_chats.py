@@ -13,6 +13,7 @@ import pytest
 from ft_service.client import client as client_module
 from ft_service.control.cleanup.housekeeping import remove_expired
 from ft_service.jobs.states import State
+from ft_service.store.records import NewKey
 from tests.support.rest.receiver import Answer, Receiver, receiving
 from tests.support.rest.service import Service, put
 
@@ -45,7 +46,7 @@ def tuned(service: Service, client: openai.OpenAI, training_file: str) -> str:
 @pytest.fixture
 def rival(service: Service) -> openai.OpenAI:
     service.store.projects.ensure_project("rival", "local")
-    key = service.store.keys.create_key(project_id="rival", name="k", scope="admin")[1]
+    key = service.store.keys.create_key(NewKey(project_id="rival", name="k", scope="admin"))[1]
     return service.client(key)
 
 

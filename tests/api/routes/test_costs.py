@@ -13,6 +13,7 @@ import pytest
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
 from ft_service.rundir.documents import Desired
+from ft_service.store.records import NewKey
 from ft_service.store.tenants.usage import add_use
 from tests.support.creating import create_job
 from tests.support.records import new_job
@@ -118,14 +119,18 @@ def test_a_project_that_has_spent_its_month_starts_nothing(
     address = "/v1/organization/projects/default"
     changed = service.http("POST", address, json={"limits": {"max_cost_per_month": 5}}).json()
     assert changed["limits"]["max_cost_per_month"] == 5
-    again = service.store.keys.create_key(project_id="default", name="new", scope="submit")[1]
+    again = service.store.keys.create_key(NewKey(project_id="default", name="new", scope="submit"))[
+        1
+    ]
     with pytest.raises(openai.RateLimitError) as caught:
         create(service.client(again), training_file)
     assert caught.value.code == "insufficient_quota"
     resume = service.http("POST", f"{JOBS}/{job['id']}/resume", key=again)
     assert resume.json()["error"]["code"] == "insufficient_quota"
     service.http("POST", address, json={"limits": {"max_cost_per_month": 5.01}})
-    later = service.store.keys.create_key(project_id="default", name="newer", scope="submit")[1]
+    later = service.store.keys.create_key(
+        NewKey(project_id="default", name="newer", scope="submit")
+    )[1]
     assert create(service.client(later), training_file)["status"] == "validating_files"
 
 

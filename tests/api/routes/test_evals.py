@@ -20,6 +20,7 @@ from ft_service.control import eval_runs
 from ft_service.control.eval_runs import EvalRuns
 from ft_service.jobs.states import State
 from ft_service.storage.locations import Places
+from ft_service.store.records import NewKey
 from tests.support.rest.receiver import Receiver, receiving
 from tests.support.rest.refusals import check_error
 from tests.support.rest.service import Service, put, wait_until
@@ -469,7 +470,7 @@ def test_projects_see_nothing_of_each_other_and_bytes_count(
     run = client.evals.runs.create(made.id, data_source=source("one"))
     service.store.projects.ensure_project("other", "rival")
     other = service.client(
-        service.store.keys.create_key(project_id="other", name="k", scope="user")[1]
+        service.store.keys.create_key(NewKey(project_id="other", name="k", scope="user"))[1]
     )
     assert other.evals.list().data == []
     for call in (

@@ -20,7 +20,7 @@ from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State
 from ft_service.serving import worker_tasks
 from ft_service.spec import DpoOptions
-from ft_service.store.records import NewEvent
+from ft_service.store.records import NewEvent, NewKey
 from tests.support.creating import create_job
 from tests.support.records import claim_next
 from tests.support.rest.refusals import check_error
@@ -784,7 +784,7 @@ def test_a_tuned_model_answers_for_its_project_only(
     service: Service, client: openai.OpenAI, training_file: str
 ) -> None:
     service.store.projects.ensure_project("other", "rival")
-    _, key = service.store.keys.create_key(project_id="other", name="k", scope="user")
+    _, key = service.store.keys.create_key(NewKey(project_id="other", name="k", scope="user"))
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
     put(service, job_id, state=State.SUCCEEDED, attempt=1)
     name = client.fine_tuning.jobs.retrieve(job_id).fine_tuned_model

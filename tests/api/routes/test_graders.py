@@ -14,6 +14,7 @@ import pytest
 
 from ft_service.graders import asking, python_fence, text_processes
 from ft_service.host.helper_process import HelperProcess
+from ft_service.store.records import NewKey
 from tests.support.rest.receiver import Answer, Received, hanging, receiving
 from tests.support.rest.service import TRAINING, Service
 
@@ -264,7 +265,7 @@ def test_a_users_own_server_grades_and_can_verify_who_asks(service: Service) -> 
         assert missing.value.param == "grader.webhook_endpoint_id"
         service.store.projects.ensure_project("rival", "rival")
         theirs = service.client(
-            service.store.keys.create_key(project_id="rival", name="k", scope="admin")[1]
+            service.store.keys.create_key(NewKey(project_id="rival", name="k", scope="admin"))[1]
         )
         ran = theirs.fine_tuning.alpha.graders.run(grader=grader, model_sample="x")
         assert ran.metadata.errors.to_dict()["endpoint_grader_server_error"], (
@@ -280,7 +281,7 @@ def test_a_projects_slow_grader_costs_no_other_project_a_turn(
     service.use(service.settings.model_copy(update={"webhook_allow_private": True}))
     service.store.projects.ensure_project("rival", "rival")
     rival = service.client(
-        service.store.keys.create_key(project_id="rival", name="k", scope="admin")[1]
+        service.store.keys.create_key(NewKey(project_id="rival", name="k", scope="admin"))[1]
     )
     with hanging() as (url, hang_up), ThreadPoolExecutor(8) as threads:
         hook = rival.webhooks.create(name="g", url=url, event_types=["fine_tuning.job.failed"])

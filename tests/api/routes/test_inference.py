@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from ft_service.jobs.states import State
+from ft_service.store.records import NewKey
 from tests.support.attempts import HANG_SECONDS
 from tests.support.rest.receiver import Received, Receiver, receiving
 from tests.support.rest.service import Service, put, run_dir
@@ -288,7 +289,7 @@ def test_only_models_that_the_caller_may_use_are_asked_for(
 ) -> None:
     service.store.projects.ensure_project("other", "rival")
     other = service.client(
-        service.store.keys.create_key(project_id="other", name="k", scope="user")[1]
+        service.store.keys.create_key(NewKey(project_id="other", name="k", scope="user"))[1]
     )
     paths = (
         f"./{tuned}",

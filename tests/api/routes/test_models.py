@@ -8,6 +8,7 @@ from openai.resources.fine_tuning.checkpoints import Permissions
 
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
+from ft_service.store.records import NewKey
 from tests.support.rest.service import Service, put, run_dir
 
 
@@ -25,7 +26,7 @@ def other(service: Service) -> openai.OpenAI:
     """A client of another project."""
     service.store.projects.ensure_project("other", "local")
     return service.client(
-        service.store.keys.create_key(project_id="other", name="k", scope="admin")[1]
+        service.store.keys.create_key(NewKey(project_id="other", name="k", scope="admin"))[1]
     )
 
 
@@ -179,7 +180,7 @@ def test_a_model_that_its_owner_deletes_is_gone_for_all(
 def test_permissions_are_for_admins(service: Service, client: openai.OpenAI, tuned: str) -> None:
     user = permissions_of(
         service.client(
-            service.store.keys.create_key(project_id="default", name="k", scope="user")[1]
+            service.store.keys.create_key(NewKey(project_id="default", name="k", scope="user"))[1]
         )
     )
     for ask in (

@@ -13,7 +13,7 @@ from ft_service.control.cleanup.erasing import erase
 from ft_service.control.cleanup.housekeeping import remove_expired
 from ft_service.jobs.states import State
 from ft_service.storage.locations import Places
-from ft_service.store.records import Scope, TenantLimits
+from ft_service.store.records import NewKey, Scope, TenantLimits
 from ft_service.store.tenants.people import SignOn
 from tests.support.creating import create_job
 from tests.support.records import move_project, new_job
@@ -171,7 +171,7 @@ def without_times(text: str) -> str:
 
 def rival_key(service: Service, organization: str) -> str:
     service.store.projects.ensure_project("rival", organization)
-    return service.store.keys.create_key(project_id="rival", name="k", scope="admin")[1]
+    return service.store.keys.create_key(NewKey(project_id="rival", name="k", scope="admin"))[1]
 
 
 def test_another_tenants_ids_are_nothing_in_bodies_either(
@@ -329,7 +329,7 @@ def test_people_are_listed_and_ended_in_every_project_by_the_client_of_openai(
     ada = SignOn(identity="https://login.example 7", name="ada@x", grants=grants, state="1")
     holder = store.sessions.session_holder(store.people.sign_in(ada, 600) or "")
     made, secret = store.keys.create_key(
-        project_id="default", name="laptop", scope="read", made_by=holder
+        NewKey(project_id="default", name="laptop", scope="read"), made_by=holder
     )
     eve = SignOn(identity="8", name="eve", grants={"proj_elsewhere": "admin"}, state="2")
     store.people.sign_in(eve, 600)
@@ -361,7 +361,7 @@ def test_a_projects_admin_sees_its_own_people_and_ends_none(service: Service) ->
     of_eve: dict[str, Scope] = {"default": "read"}
     for name, opened in (("ada", grants), ("eve", of_eve)):
         store.people.sign_in(SignOn(identity=name, name=name, grants=opened, state=name), 600)
-    own = store.keys.create_key(project_id="proj_b", name="k", scope="admin")[1]
+    own = store.keys.create_key(NewKey(project_id="proj_b", name="k", scope="admin"))[1]
     path = "/v1/organization/users"
     [ada] = service.http("GET", path, key=own).json()["data"]
     assert (ada["name"], ada["email"]) == ("ada", None)
@@ -376,7 +376,7 @@ def test_a_deleted_project_is_not_there_and_housekeeping_removes_what_it_has(
 ) -> None:
     """Of two tenants the other loses nothing."""
     service.store.projects.ensure_project("gone", "local")
-    key = service.store.keys.create_key(project_id="gone", name="k", scope="admin")[1]
+    key = service.store.keys.create_key(NewKey(project_id="gone", name="k", scope="admin"))[1]
     gone = tenant(service, "gone", key)
     # Those of the sweep, whose turn it would be.
     service.sql("UPDATE jobs SET state = 'queued' WHERE finished_at IS NULL")
@@ -423,7 +423,7 @@ def limited(service: Service, **limits: Any) -> openai.OpenAI:
         name="limited", organization="local", limits=TenantLimits(**limits)
     )
     return service.client(
-        service.store.keys.create_key(project_id=project.id, name="k", scope="submit")[1]
+        service.store.keys.create_key(NewKey(project_id=project.id, name="k", scope="submit"))[1]
     )
 
 

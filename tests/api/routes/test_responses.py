@@ -11,6 +11,7 @@ import pytest
 
 from ft_service.control.cleanup.housekeeping import remove_expired
 from ft_service.jobs.states import State
+from ft_service.store.records import NewKey
 from tests.support.rest.receiver import Answer, Receiver, receiving
 from tests.support.rest.service import Service, put
 
@@ -215,7 +216,7 @@ def test_a_conversation_goes_on_within_its_project_and_lifetime_and_in_bounds(
     half = "x" * 600_000
     first = client.responses.create(model=tuned, input=half, store=True)
     service.store.projects.ensure_project("rival", "local")
-    key = service.store.keys.create_key(project_id="rival", name="k", scope="admin")[1]
+    key = service.store.keys.create_key(NewKey(project_id="rival", name="k", scope="admin"))[1]
     rival = service.client(key)
     for act in (
         rival.responses.retrieve,

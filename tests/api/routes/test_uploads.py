@@ -14,7 +14,7 @@ import pytest
 from api.routes import uploads
 from ft_service.control.cleanup.housekeeping import remove_expired
 from ft_service.errors import UnavailableError
-from ft_service.store.records import Upload, UploadPart
+from ft_service.store.records import NewKey, Upload, UploadPart
 from tests.support.rest.service import LINE, Service, stored
 
 BODY = LINE.encode() * 1000
@@ -322,7 +322,7 @@ def test_a_refused_upload_names_the_field(service: Service, subtests: pytest.Sub
 def test_another_projects_upload_does_not_exist(service: Service, client: openai.OpenAI) -> None:
     service.store.projects.ensure_project("other", "rival")
     other = service.client(
-        service.store.keys.create_key(project_id="other", name="k", scope="user")[1]
+        service.store.keys.create_key(NewKey(project_id="other", name="k", scope="user"))[1]
     )
     upload_id = start(client)
     for ask in (

@@ -15,6 +15,7 @@ import pytest
 from ft_service.control.cleanup.housekeeping import remove_expired
 from ft_service.settings import Settings
 from ft_service.storage.object_store import ObjectStore
+from ft_service.store.records import NewKey
 from ft_service.store.sql import Store
 from tests.support.cluster_settings import cluster_settings
 from tests.support.rest.service import LINE, serving_app
@@ -60,7 +61,7 @@ def servers(new_database: Path, tmp_path: Path, connections: httpx2.Client) -> I
             addresses.append(address)
         store = apps[0].state.services.store
         store.projects.ensure_project("default", "local")
-        _, key = store.keys.create_key(project_id="default", name="test", scope="admin")
+        _, key = store.keys.create_key(NewKey(project_id="default", name="test", scope="admin"))
         yield TwoServers(
             [
                 openai.OpenAI(

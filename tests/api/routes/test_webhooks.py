@@ -26,7 +26,7 @@ from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State
 from ft_service.jobs.user_actions import Verb
 from ft_service.meters import Meters
-from ft_service.store.records import JobChange, WebhookEndpoint
+from ft_service.store.records import JobChange, NewKey, WebhookEndpoint
 from tests.support.creating import create_job
 from tests.support.records import new_job
 from tests.support.rest.receiver import Receiver, hanging, receiving
@@ -543,7 +543,7 @@ def test_wrong_bodies_are_refused_by_name(
 def test_another_projects_endpoints_do_not_exist(service: Service, client: openai.OpenAI) -> None:
     service.store.projects.ensure_project("other", "rival")
     other = service.client(
-        service.store.keys.create_key(project_id="other", name="k", scope="user")[1]
+        service.store.keys.create_key(NewKey(project_id="other", name="k", scope="user"))[1]
     )
     made = client.webhooks.create(name="a", url="https://example.com", event_types=ALL)
     assert list(other.webhooks.list()) == []

@@ -16,6 +16,7 @@ from ft_service.jobs.states import State
 from ft_service.rundir.evaluations import PROBES, Probe, Probes
 from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
+from ft_service.store.records import NewKey
 from tests.support.bases import SAMPLE
 from tests.support.rest.service import Service, put, run_dir, wait_until
 
@@ -190,7 +191,7 @@ def test_nobody_else_finds_out_what_there_is(
     name = put(service, job.id, state=State.SUCCEEDED, attempt=1).spec.tuned_name
     service.store.projects.ensure_project("other", "rival")
     other = service.client(
-        service.store.keys.create_key(project_id="other", name="k", scope="user")[1]
+        service.store.keys.create_key(NewKey(project_id="other", name="k", scope="user"))[1]
     )
     never = f"{name[:-3]}abc"
     said = []

@@ -16,6 +16,7 @@ from ft_service.cli.root_command import app
 from ft_service.control.checks import file_checks
 from ft_service.control.checks.file_checks import FileCheck, FileChecks
 from ft_service.errors import LimitError, UnavailableError
+from ft_service.store.records import NewKey
 from tests.support.rest.service import Service
 
 PAIR = {"input": {"messages": [{"role": "user", "content": "a"}]}}
@@ -86,7 +87,7 @@ def test_secrets_are_told_by_line_and_kind_where_that_is_asked(service: Service)
 def test_a_check_is_of_ones_own_files(service: Service, client: openai.OpenAI) -> None:
     file = client.files.create(file=("a.jsonl", b"{}"), purpose="fine-tune")
     service.store.projects.ensure_project("theirs", "local")
-    _, key = service.store.keys.create_key(project_id="theirs", name="k", scope="admin")
+    _, key = service.store.keys.create_key(NewKey(project_id="theirs", name="k", scope="admin"))
     with pytest.raises(openai.NotFoundError):
         service.client(key).get(f"/files/{file.id}/check", cast_to=object)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ft_service.host.running_servers import announced
-from ft_service.store.records import Scope
+from ft_service.store.records import NewKey, Scope
 from ft_service.store.sql import open_store
 from ft_service.store.tenants.people import SignOn
 from tests.support.command_line import Ft
@@ -35,7 +35,7 @@ def test_what_a_person_has_is_revoked_in_every_project(ft: Ft, home: Path) -> No
         ada = SignOn(identity="https://login.example 7", name="ada", grants=grants, state="one")
         holder = store.sessions.session_holder(store.people.sign_in(ada, 60) or "")
         key, _ = store.keys.create_key(
-            project_id="default", name="laptop", scope="read", made_by=holder
+            NewKey(project_id="default", name="laptop", scope="read"), made_by=holder
         )
     ended = ft("keys", "revoke", "--person", "ada")
     assert [line.split()[1] for line in ended.out.splitlines()] == ["(ada)", "(laptop)"]

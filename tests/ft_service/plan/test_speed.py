@@ -379,7 +379,7 @@ def test_a_step_takes_as_long_as_the_slowest_of_what_goes_on_at_once(
 def test_without_a_figure_of_the_machine_there_is_no_speed(unknown: str) -> None:
     machine = replace(GPU, **{unknown: None})
     wire = CollectiveBytes(0, 0, 0, 0, 0)
-    assert speed_on(machine, made_job(made_base()), BATCHES, 1, wire) is None
+    assert speed_on(machine, made_job(made_base()), BATCHES, 1, wire, host=0) is None
     sampled = sampling_seconds(machine, made_base(), 1, 1, 1)
     assert (sampled is None) is (unknown != "link_bandwidth")
 

@@ -17,6 +17,7 @@ from ft_service.errors import UnavailableError
 from ft_service.host import disk
 from ft_service.host.disk import FileReserve
 from ft_service.store import database
+from ft_service.store.records import NewKey
 from ft_service.store.sql import Store, migrate, open_store
 from tests.support.attempts import wait_for
 from tests.support.records import PROJECT, new_file
@@ -128,8 +129,8 @@ def test_a_full_disk_of_postgresql_is_named(store, store_url):
 
 
 def test_a_key_opens_though_its_use_cannot_be_written_and_that_is_said_once(sqlite, caplog):
-    _, secret = sqlite.keys.create_key(project_id=PROJECT, name="mine", scope="user")
-    _, another = sqlite.keys.create_key(project_id=PROJECT, name="another", scope="user")
+    _, secret = sqlite.keys.create_key(NewKey(project_id=PROJECT, name="mine", scope="user"))
+    _, another = sqlite.keys.create_key(NewKey(project_id=PROJECT, name="another", scope="user"))
     each_connection(sqlite, "query_only = ON")
     for _ in range(3):
         assert sqlite.keys.authenticate(secret) is not None
@@ -142,7 +143,7 @@ def test_a_key_opens_though_its_use_cannot_be_written_and_that_is_said_once(sqli
 
 
 def test_a_key_opens_at_once_while_another_process_holds_the_lock(sqlite, tmp_path, monkeypatch):
-    _, secret = sqlite.keys.create_key(project_id=PROJECT, name="mine", scope="user")
+    _, secret = sqlite.keys.create_key(NewKey(project_id=PROJECT, name="mine", scope="user"))
     other = sqlite3.connect(tmp_path / "ft.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     # Without the thread this would raise, after a wait.
@@ -227,7 +228,7 @@ def test_on_a_full_disk_files_can_be_deleted_and_then_stored(small_disk):
     store = open_store(url)
     store.projects.ensure_project(PROJECT, "acme")
     store.keep_reserve()
-    _, secret = store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
+    _, secret = store.keys.create_key(NewKey(project_id=PROJECT, name="mine", scope="user"))
     files = [store.files.add_file(new_file()) for _ in range(20)]
     ballast = small_disk / "ballast"
     with pytest.raises(OSError, match="No space"):

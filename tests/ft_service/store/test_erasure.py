@@ -15,7 +15,14 @@ from ft_service.jobs.states import Job, Phase, State
 from ft_service.jobs.user_actions import Verb
 from ft_service.spec import StoredSpec, TunedName
 from ft_service.store import erasure
-from ft_service.store.records import JobChange, NewEvent, NewSweep, UploadPart, WebhookEndpoint
+from ft_service.store.records import (
+    JobChange,
+    NewEvent,
+    NewKey,
+    NewSweep,
+    UploadPart,
+    WebhookEndpoint,
+)
 from ft_service.store.sql import Store
 from ft_service.store.tables import (
     checkpoints,
@@ -248,7 +255,7 @@ def full_project(store: Store) -> None:
         slack=9,
         at_most=9,
     )
-    key, secret = store.keys.create_key(project_id=PROJECT, name="k", scope="admin")
+    key, secret = store.keys.create_key(NewKey(project_id=PROJECT, name="k", scope="admin"))
     holder = store.keys.authenticate(secret)
     assert holder is not None
     store.sessions.new_link(holder)
@@ -318,7 +325,7 @@ def test_of_a_deleted_project_nothing_stays_but_its_use_and_who_deleted_it(
         lambda: store.erasure.delete_project(PROJECT),
         lambda: store.projects.get_project(PROJECT),
         lambda: store.projects.archive_project(PROJECT),
-        lambda: store.keys.create_key(project_id=PROJECT, name="k", scope="admin"),
+        lambda: store.keys.create_key(NewKey(project_id=PROJECT, name="k", scope="admin")),
         lambda: store.files.add_file(new_file(id="file-late")),
         lambda: create_job(store, new_job(id="ftjob-late")),
     ):

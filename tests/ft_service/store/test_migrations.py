@@ -16,6 +16,7 @@ from ft_service.errors import UnavailableError
 from ft_service.store import sql
 from ft_service.store.database import StorableText
 from ft_service.store.migrations import revise
+from ft_service.store.records import NewKey
 from ft_service.store.sql import alembic_config, migrate, open_store
 from ft_service.store.tables import metadata
 from tests.support.attempts import wait_for
@@ -79,7 +80,7 @@ def test_check_tells_a_database_without_the_schema(database_url):
 
 
 def test_migrating_again_keeps_what_is_there(store, store_url):
-    store.keys.create_key(project_id="proj_default", name="mine", scope="user")
+    store.keys.create_key(NewKey(project_id="proj_default", name="mine", scope="user"))
     migrate(store_url)
     assert len(store.keys.list_keys("proj_default")) == 1
 

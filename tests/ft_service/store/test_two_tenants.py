@@ -34,6 +34,7 @@ from ft_service.store.records import (
     JobIntegration,
     NewEvent,
     NewJob,
+    NewKey,
     NewSweep,
     TenantLimits,
     Upload,
@@ -56,8 +57,8 @@ from tests.support.two_tenants import (
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "two_tenants").glob("*.txt"))
 _WORDS = (
-    *(Paces, Host, State, Verb, ChatFilter, DeletedJob, JobChange, NewEvent, NewJob, NewSweep),
-    *(TenantLimits, SignOn, UsageQuery, replace, new_chat, new_file, new_job, vars),
+    *(Paces, Host, State, Verb, ChatFilter, DeletedJob, JobChange, NewEvent, NewJob, NewKey),
+    *(NewSweep, TenantLimits, SignOn, UsageQuery, replace, new_chat, new_file, new_job, vars),
 )
 _OF_CHANGE = {field.name for field in fields(JobChange)}
 _WRAPPED = TextWrapper(100, subsequent_indent=8 * " ", break_long_words=False)

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,6 +168,57 @@ def test_a_checkpoint_and_what_names_it_wait_for_every_nodes_shards(nodes: Nodes
     assert complete_checkpoints(nodes.service) == [name]
     assert nodes.messages() == ["before", "saved 5", "after"]
     assert newest_checkpoint(nodes.service) == name
+
+
+def test_a_look_costs_no_more_after_many_segments(
+    nodes: Nodes, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long job writes a hundred thousand; the process beside it looks twice a second."""
+    for pause in ("LOOK_SECONDS", "LOGS_SECONDS"):
+        monkeypatch.setattr(object_sync, pause, 3600.0)
+    run = nodes.runs[0]
+    sync = nodes.syncs[0]
+    costs = []
+    for segments in (range(3), range(3, 40)):
+        for seq in segments:
+            write_segment(run, 1, seq, [Event(time=1.0, message=str(seq))])
+        sync.push()
+        costs.append(calls_of(sync.push))
+    again = Sync(objects, run, 1, 0)
+    assert calls_of(again.push) > costs[0]
+    assert costs == [calls_of(again.push)] * 2
+    write_segment(run, 1, 40, [Event(time=1.0, message="40")])
+    again.push()
+    assert nodes.messages() == [str(seq) for seq in range(41)]
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many functions, of C too, it calls in this thread."""
+    kinds: list[str] = []
+    sys.setprofile(lambda frame, kind, what: kinds.append(kind))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return kinds.count("call") + kinds.count("c_call")
+
+
+def test_segments_go_up_once_and_one_that_cannot_be_read_keeps_none_back(
+    nodes: Nodes, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = nodes.runs[0]
+    write_segment(run, 1, 0, [Event(time=1.0, message="0")])
+    run.path("attempts/1/events/00000001.jsonl").symlink_to("elsewhere")
+    nodes.syncs[0].push()
+    put: list[str] = []
+    real = objects.put_if_absent
+    monkeypatch.setattr(
+        objects, "put_if_absent", lambda key, body: put.append(key) or real(key, body)
+    )
+    write_segment(run, 1, 2, [Event(time=1.0, message="2")])
+    nodes.syncs[0].push()
+    Sync(objects, run, 1, 0).push()
+    assert put == [f"runs/{JOB}/attempts/1/events/00000002.jsonl"]
 
 
 def test_the_next_attempt_resumes_on_other_disks(

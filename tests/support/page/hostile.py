@@ -8,7 +8,7 @@ from selenium import webdriver
 from selenium.webdriver.common.keys import Keys
 from sqlalchemy import update
 
-from ft_service.store.records import TenantLimits
+from ft_service.store.records import NewKey, TenantLimits
 from ft_service.store.tables import jobs as jobs_table
 from tests.support.page.browser import find, until
 from tests.support.page.place import Place
@@ -43,7 +43,7 @@ def hostile_views(place: Place) -> list[str]:
     files = seed_files(place.settings, place.store, "default")
     with place.store.writing() as connection:
         connection.exec_driver_sql("UPDATE files SET filename = ?", (f"{HOSTILE[0]}.jsonl",))
-    place.store.keys.create_key(project_id="default", name=HOSTILE[0] + LONG, scope="user")
+    place.store.keys.create_key(NewKey(project_id="default", name=HOSTILE[0] + LONG, scope="user"))
     metadata = {"name": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}
     asked = {
         "model": "tiny-llama",
@@ -91,7 +91,9 @@ def hostile_views(place: Place) -> list[str]:
         organization="local",
         limits=TenantLimits(bases=(*HOSTILE, "tiny-llama")),
     ).id
-    key, secret = place.store.keys.create_key(project_id=project, name=HOSTILE[0], scope="user")
+    key, secret = place.store.keys.create_key(
+        NewKey(project_id=project, name=HOSTILE[0], scope="user")
+    )
     theirs = place.store.keys.authenticate(secret)
     assert theirs is not None
     own = asked | {"training_file": seed_files(place.settings, place.store, project)["train"]}

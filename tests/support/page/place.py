@@ -28,7 +28,7 @@ from ft_service.rundir.events import Event, Metrics, write_segment
 from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
-from ft_service.store.records import Principal
+from ft_service.store.records import NewKey, Principal
 from ft_service.store.sql import Store, migrate, open_store
 from tests.support.describing import at_once
 from tests.support.fake_launcher import FakeLauncher
@@ -65,7 +65,9 @@ class Place:
         migrate(self.settings.resolved_database_url())
         self.store = open_store(self.settings.resolved_database_url())
         self.store.projects.ensure_project(PROJECT, "local")
-        _, self.key = self.store.keys.create_key(project_id=PROJECT, name="test", scope="admin")
+        _, self.key = self.store.keys.create_key(
+            NewKey(project_id=PROJECT, name="test", scope="admin")
+        )
         holder = self.store.keys.authenticate(self.key)
         assert holder is not None
         self.holder = holder

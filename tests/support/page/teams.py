@@ -16,7 +16,7 @@ from ft_service.jobs.states import Job
 from ft_service.rundir.evaluations import EvaluatedPrompt, Evaluation, evaluation_key
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
-from ft_service.store.records import Principal, TenantLimits
+from ft_service.store.records import NewKey, Principal, TenantLimits
 from ft_service.store.sql import Store
 from ft_service.store.tables import events, jobs, projects, slots, sweeps
 from ft_service.store.tenants.audit import Actor, acting
@@ -78,10 +78,12 @@ def _seed_teams(store: Store, organization: str) -> dict[str, str]:
         for place, person in enumerate(("ci", "maria", "tom")):
             scope = "read" if person == "tom" else "submit"
             key, _ = store.keys.create_key(
-                project_id=project.id,
-                name=f"{person}, {name.lower()}",
-                scope=scope,
-                expires_at=NOW + 7e6,
+                NewKey(
+                    project_id=project.id,
+                    name=f"{person}, {name.lower()}",
+                    scope=scope,
+                    expires_at=NOW + 7e6,
+                )
             )
             if scope == "submit":
                 seed_use(
@@ -95,7 +97,9 @@ def _seed_teams(store: Store, organization: str) -> dict[str, str]:
         with store.writing() as connection:
             used = {"used": 3600.0 * (9 - 6 * number), "used_at": NOW}
             connection.execute(update(projects).where(projects.c.id == project.id).values(**used))
-    old, _ = store.keys.create_key(project_id="default", name="laptop of before", scope="submit")
+    old, _ = store.keys.create_key(
+        NewKey(project_id="default", name="laptop of before", scope="submit")
+    )
     store.keys.revoke_key("default", old.id)
     return found
 

@@ -14,6 +14,7 @@ from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
 from ft_service.store.evals import Eval, EvalRun
+from ft_service.store.records import NewKey
 from ft_service.store.tenants.people import SignOn
 from tests.support.records import new_chat, new_response
 from tests.support.rest.service import TRAINING, Service, put, run_dir
@@ -82,7 +83,7 @@ def tenant(
         name="secret-name", url=url, event_types=["fine_tuning.job.failed"]
     )
     api_key, _ = service.store.keys.create_key(
-        project_id=project_id, name="secret-name", scope="submit"
+        NewKey(project_id=project_id, name="secret-name", scope="submit")
     )
     tried = {"suffix": "secret-name", "sweep": {"lora.r": [4, 8]}}
     body = {"model": "tiny", "training_file": file_id, "validation_file": file_id, **tried}

@@ -132,7 +132,9 @@ def test_mxfp4_goes_to_the_next_power_where_seven_would_be_cut() -> None:
     zeros = to_mxfp4(torch.zeros(2, 64))
     assert zeros.scales.tolist() == [[0, 0], [0, 0]]
     assert not values_of(*zeros).any()
-    assert values_of(*to_mxfp4(row(2.9e38, cols=32))).amax() == 1.5 * 2.0**127
+    for huge in (2.9e38, 3e38, torch.finfo(torch.float32).max):
+        values = values_of(*to_mxfp4(row(huge, -huge, cols=32)))
+        assert values[0, :2].tolist() == [1.5 * 2.0**127, -1.5 * 2.0**127], huge
 
 
 @pytest.mark.parametrize("form", FORMS)

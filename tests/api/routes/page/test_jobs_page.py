@@ -13,7 +13,7 @@ from sqlalchemy import update
 from api.http.sessions import token_of
 from api.routes.page import data_page
 from ft_service.jobs.states import Phase, State
-from ft_service.store.records import NewEvent, Scope
+from ft_service.store.records import NewEvent, NewKey, Scope
 from ft_service.store.tables import jobs
 from tests.support.page.sessions import secret_of
 from tests.support.rest.service import METRICS, TRAINING, Service, put
@@ -32,7 +32,7 @@ def opened(service: Service) -> Iterator[dict[str, httpx2.Client]]:
         ("theirs", "admin"),
     )
     for project, scope in holders:
-        _, key = service.store.keys.create_key(project_id=project, name="k", scope=scope)
+        _, key = service.store.keys.create_key(NewKey(project_id=project, name="k", scope=scope))
         browsers[f"{project} {scope}"] = browser = httpx2.Client(
             base_url=service.url, trust_env=False, timeout=60.0
         )
@@ -45,7 +45,7 @@ def opened(service: Service) -> Iterator[dict[str, httpx2.Client]]:
 @pytest.fixture
 def their_job(service: Service, opened: dict[str, httpx2.Client]) -> str:
     client = service.client(
-        service.store.keys.create_key(project_id="theirs", name="k", scope="submit")[1]
+        service.store.keys.create_key(NewKey(project_id="theirs", name="k", scope="submit"))[1]
     )
     file = client.files.create(file=("train.jsonl", TRAINING), purpose="fine-tune")
     return client.fine_tuning.jobs.create(

@@ -8,14 +8,16 @@ import httpx2
 import pytest
 
 from api.http.sessions import token_of
-from ft_service.store.records import TenantLimits
+from ft_service.store.records import NewKey, TenantLimits
 from tests.support.page.sessions import new_browser, secret_of
 from tests.support.rest.service import Service
 
 
 @pytest.mark.parametrize("path", ["/usage", "/projects", "/keys", "/changes"])
 def test_what_needs_an_admin_key_says_so(service: Service, path: str) -> None:
-    _, key = service.store.keys.create_key(project_id="default", name="somebody's", scope="submit")
+    _, key = service.store.keys.create_key(
+        NewKey(project_id="default", name="somebody's", scope="submit")
+    )
     with new_browser(service) as browser:
         browser.post("/sign-in", data={"key": key})
         answer = browser.get(path)

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx2
 
+from ft_service.store.records import NewKey
 from tests.support.pulled import looked_up
 from tests.support.rest.service import Service
 
@@ -17,7 +18,7 @@ def test_the_list_of_bases_offers_to_fetch_one_to_who_may(
     page = browser.get("/models?show=bases").text
     assert 'hx-post="/models/pulls"' in page
     service.store.projects.ensure_project("team", "local")
-    _, key = service.store.keys.create_key(project_id="team", name="k", scope="admin")
+    _, key = service.store.keys.create_key(NewKey(project_id="team", name="k", scope="admin"))
     with httpx2.Client(base_url=service.url, trust_env=False) as other:
         other.post("/sign-in", data={"key": key})
         assert "/models/pulls" not in other.get("/models?show=bases").text

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from api.http.sessions import token_of
-from ft_service.store.records import Scope
+from ft_service.store.records import NewKey, Scope
 from ft_service.store.tenants.people import SIGN_ON_MARK, SignOn
 from tests.support.page.sessions import new_browser, secret_of
 from tests.support.rest.refusals import check_error
@@ -107,7 +107,9 @@ def test_a_wrong_key_opens_nothing(service: Service, key: str) -> None:
 
 
 def test_a_key_for_metrics_cannot_sign_in(service: Service) -> None:
-    _, key = service.store.keys.create_key(project_id="default", name="scraper", scope="metrics")
+    _, key = service.store.keys.create_key(
+        NewKey(project_id="default", name="scraper", scope="metrics")
+    )
     with new_browser(service) as browser:
         assert "reads /metrics and nothing else" in browser.post("/sign-in", data={"key": key}).text
         assert not browser.cookies
@@ -145,7 +147,7 @@ def test_to_follow_a_link_changes_no_session(service: Service, browser: httpx2.C
     project.
     """
     service.store.projects.ensure_project("evil", "evil")
-    key = service.store.keys.create_key(project_id="evil", name="k", scope="submit")[1]
+    key = service.store.keys.create_key(NewKey(project_id="evil", name="k", scope="submit"))[1]
     link = service.http("POST", "/v1/sign_in_links", key=key).json()["path"]
     secret = secret_of(browser)
     for site in ("cross-site", "same-site", "none"):
@@ -206,7 +208,7 @@ def test_a_project_sees_nothing_of_anothers(
 ) -> None:
     job = client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
     service.store.projects.ensure_project("other", "local")
-    _, key = service.store.keys.create_key(project_id="other", name="theirs", scope="admin")
+    _, key = service.store.keys.create_key(NewKey(project_id="other", name="theirs", scope="admin"))
     with new_browser(service) as browser:
         browser.post("/sign-in", data={"key": key})
         assert job.id not in browser.get("/jobs").text
@@ -224,7 +226,9 @@ def test_a_project_sees_nothing_of_anothers(
             browser.post("/projects/default/keys", data={"name": "x"}, headers=token).status_code
             == 404
         )
-        service.store.keys.create_key(project_id="default", name="secret-name", scope="read")
+        service.store.keys.create_key(
+            NewKey(project_id="default", name="secret-name", scope="read")
+        )
         for path in ("/projects", "/usage?project=default", "/keys", "/changes"):
             answer = browser.get(path)
             assert answer.status_code == 200, path

@@ -35,6 +35,7 @@ from ft_service.jobs.states import Job, State
 from ft_service.rundir.documents import Desired
 from ft_service.storage.locations import Places
 from ft_service.store import tinker
+from ft_service.store.records import NewKey
 from ft_service.tinker import commands
 from ft_service.tinker import tinker_messages_pb2 as pb
 from ft_service.tinker.bodies import MOST_METADATA_BYTES
@@ -636,13 +637,13 @@ def test_keys(service: Service) -> None:
         service.connections.post(f"{service.url}/api/v1/create_session", json={}).status_code == 401
     )
     assert post(service, "create_session", {}, key="wrong").status_code == 401
-    _, read = service.store.keys.create_key(project_id="default", name="r", scope="read")
+    _, read = service.store.keys.create_key(NewKey(project_id="default", name="r", scope="read"))
     assert post(service, "create_session", {}, key=read).status_code == 403
     assert post(service, "create_session", {"project_id": "other"}).status_code == 400
 
 
 def test_a_read_key_reads_by_the_posts_that_change_nothing(service: Service, ranks: Ranks) -> None:
-    _, read = service.store.keys.create_key(project_id="default", name="r", scope="read")
+    _, read = service.store.keys.create_key(NewKey(project_id="default", name="r", scope="read"))
     model = new_model(service)
     answers = [
         post(service, "get_info", {"model_id": model}, read),
@@ -695,7 +696,7 @@ def test_another_project_sees_nothing(service: Service, ranks: Ranks) -> None:
     )
     run_dir(service, job_id_of(model)).write("saved_weights/mine.json", saved)
     service.store.projects.ensure_project("other", "local")
-    _, key = service.store.keys.create_key(project_id="other", name="o", scope="admin")
+    _, key = service.store.keys.create_key(NewKey(project_id="other", name="o", scope="admin"))
     path = f"tinker://{model}/weights/mine"
     tried = [
         post(service, "get_info", {"model_id": model}, key),
@@ -721,11 +722,13 @@ def test_another_project_sees_nothing(service: Service, ranks: Ranks) -> None:
     assert [answer.status_code for answer in tried] == [404] * len(tried)
     place = f"training_runs/{model}/checkpoints/weights/mine"
     assert send(service, "POST", f"{place}/publish", key).status_code == 404
-    assert send(service, "POST", f"{place}/publish").status_code == 204
+    for _ in range(2):
+        assert send(service, "POST", f"{place}/publish").status_code == 204
     assert (
         post(service, "weights_info", {"tinker_path": path}, key).json()["base_model"] == "tiny"
     ), "for all who know the path"
-    assert send(service, "DELETE", f"{place}/publish").status_code == 204
+    for _ in range(2):
+        assert send(service, "DELETE", f"{place}/publish").status_code == 204
     assert post(service, "weights_info", {"tinker_path": path}, key).status_code == 404
     assert send(service, "PUT", f"{place}/ttl", json={"ttl_seconds": 60}).status_code == 400
     assert send(service, "DELETE", place).status_code == 204

@@ -15,6 +15,7 @@ import pytest
 from ft_service.client.client import Client
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
+from ft_service.store.records import NewKey
 from tests.support.rest.service import LINE, TRAINING, Service, put, run_dir, stored
 
 CHECK = "/v1/fine_tuning/check"
@@ -92,7 +93,9 @@ def test_files_are_found_by_their_contents_and_only_those_of_the_project(
     assert [file["id"] for file in found] == [first]
     assert service.http("GET", "/v1/files?sha256=none").status_code == 400
     other = service.store.projects.create_project(name="other", organization="local")
-    _, key = service.store.keys.create_key(project_id=other.id, name="theirs", scope="admin")
+    _, key = service.store.keys.create_key(
+        NewKey(project_id=other.id, name="theirs", scope="admin")
+    )
     assert service.http("GET", f"/v1/files?sha256={digest}", key=key).json()["data"] == []
 
 

@@ -19,7 +19,7 @@ from ft_service.control.sweep_loop import move_sweeps
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State
 from ft_service.rundir.documents import Result
-from ft_service.store.records import JobChange
+from ft_service.store.records import JobChange, NewKey
 from tests.support.rest.service import LINE, Service, run_dir
 
 SWEEPS = "/v1/fine_tuning/sweeps"
@@ -117,7 +117,9 @@ def test_nothing_is_created_where_anything_is_wrong(
     assert all(f"'{name}' matches no linear layer" in unmatched for name in ("nothing", "nowhere"))
     assert refusal(validation_file=None)["param"] == "validation_file"
     service.store.projects.update_project("default", limits={"max_queued": 3})
-    _, key = service.store.keys.create_key(project_id="default", name="limited", scope="submit")
+    _, key = service.store.keys.create_key(
+        NewKey(project_id="default", name="limited", scope="submit")
+    )
     beyond = service.http("POST", SWEEPS, json=body, key=key)
     assert (beyond.status_code, beyond.json()["error"]["code"]) == (429, "queue_limit")
     assert client.fine_tuning.jobs.list().data == []

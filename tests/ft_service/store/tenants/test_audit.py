@@ -12,12 +12,12 @@ from sqlalchemy import text
 from ft_service.errors import SpecError
 from ft_service.jobs.user_actions import Verb
 from ft_service.settings import Settings
-from ft_service.store.records import NewJob, NewSweep
+from ft_service.store.records import NewJob, NewKey, NewSweep
 from ft_service.store.sql import Store
 from ft_service.store.tenants import audit
 from ft_service.store.tenants.audit import Actor, acting
 from tests.support.creating import create_job
-from tests.support.records import OTHER, PROJECT, new_file, new_job
+from tests.support.records import OTHER, PROJECT, move_project, new_file, new_job
 
 
 def types(store: Store, project_id: str = PROJECT) -> list[str]:
@@ -50,6 +50,32 @@ def test_jobs_sweeps_and_files_are_there_with_their_key_and_address(store: Store
         {"jobs": 3},
     ]
     assert types(store, OTHER) == []
+
+
+def test_what_changes_nothing_leaves_no_entry(store: Store) -> None:
+    move_project(store, OTHER, store.projects.get_project(PROJECT).organization)
+    key, _ = store.keys.create_key(NewKey(project_id=PROJECT, name="k", scope="user"))
+    job = create_job(store, new_job())
+    for _ in range(2):
+        store.keys.revoke_key(PROJECT, key.id)
+        store.models.delete_model(PROJECT, "ft:a")
+        store.models.grant(PROJECT, "ft:b", [OTHER])
+        store.projects.update_project(PROJECT, name="New", limits={"bases": ("a",)})
+        store.jobs.call(PROJECT, job.id, {"name": "Refunds"})
+        store.jobs.request(PROJECT, job.id, Verb.CANCEL)
+    assert types(store)[2:] == [
+        "key.revoked",
+        "model.deleted",
+        "permission.created",
+        "project.updated",
+        "job.named",
+        "job.cancel",
+    ]
+    store.models.grant(PROJECT, "ft:b", [OTHER, PROJECT])
+    store.projects.update_project(PROJECT, name="New", limits={"max_slots": 1})
+    limits, grant = store.audit.list_audit(project_id=PROJECT, limit=2).data
+    assert limits.detail == {"max_slots": 1}
+    assert grant.detail == {"project_ids": [PROJECT]}
 
 
 def test_old_entries_are_removed_however_many_they_are(

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import create_engine, select, update
 
 from ft_service.errors import ConflictError, NotFoundError, SpecError
-from ft_service.store.records import Principal
+from ft_service.store.records import NewKey, Principal
 from ft_service.store.tables import keys
 from ft_service.store.tenants.keys import LAST_USED_SECONDS
 from tests.support.attempts import wait_for
@@ -14,7 +14,7 @@ from tests.support.records import OTHER, PROJECT
 
 
 def test_a_secret_opens_its_project(store):
-    key, secret = store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
+    key, secret = store.keys.create_key(NewKey(project_id=PROJECT, name="mine", scope="user"))
 
     assert secret.startswith("ft-")
     assert secret.startswith(key.prefix)
@@ -28,7 +28,7 @@ def test_a_secret_opens_its_project(store):
     "wrong", ["", "ft-", "ft-unknown", "ft-\x00", "ft-\ud800", "ft-' OR 1=1 --"]
 )
 def test_another_secret_opens_nothing(store, wrong):
-    store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
+    store.keys.create_key(NewKey(project_id=PROJECT, name="mine", scope="user"))
     assert store.keys.authenticate(wrong) is None
 
 
@@ -37,7 +37,7 @@ def test_a_key_that_is_rotated_again_has_a_successor_of_the_same_life(store, ahe
     """The answer to the first rotation may have been lost, with the secret in it."""
     ends = None if ahead is None else store.now() + ahead
     key, old_secret = store.keys.create_key(
-        project_id=PROJECT, name="mine", scope="user", expires_at=ends
+        NewKey(project_id=PROJECT, name="mine", scope="user", expires_at=ends)
     )
     first, _ = store.keys.rotate_key(PROJECT, key.id, keep_seconds=60)
     second, _ = store.keys.rotate_key(PROJECT, key.id, keep_seconds=60)
@@ -49,7 +49,7 @@ def test_a_key_that_is_rotated_again_has_a_successor_of_the_same_life(store, ahe
 
 
 def test_only_a_digest_is_kept(store, store_url):
-    _, secret = store.keys.create_key(project_id=PROJECT, name="mine", scope="admin")
+    _, secret = store.keys.create_key(NewKey(project_id=PROJECT, name="mine", scope="admin"))
     engine = create_engine(store_url)
     with engine.connect() as connection:
         row = connection.execute(select(keys)).one()
@@ -60,29 +60,38 @@ def test_only_a_digest_is_kept(store, store_url):
 
 def test_a_given_secret_works_once(store):
     key, secret = store.keys.create_key(
-        project_id=PROJECT, name="first", scope="admin", secret="ft-chosen-by-the-operator"
+        NewKey(project_id=PROJECT, name="first", scope="admin", secret="ft-chosen-by-the-operator")
     )
     assert secret == "ft-chosen-by-the-operator"
     assert store.keys.authenticate(secret).key_id == key.id
     with pytest.raises(ConflictError):
-        store.keys.create_key(project_id=PROJECT, name="second", scope="admin", secret=secret)
+        store.keys.create_key(
+            NewKey(project_id=PROJECT, name="second", scope="admin", secret=secret)
+        )
     with pytest.raises(SpecError, match=r"5 characters.*at least 20"):
-        store.keys.create_key(project_id=PROJECT, name="short", scope="admin", secret="ft-12")
+        store.keys.create_key(
+            NewKey(project_id=PROJECT, name="short", scope="admin", secret="ft-12")
+        )
+
+
+def test_a_given_secret_is_in_no_log():
+    new = NewKey(project_id=PROJECT, name="first", scope="admin", secret="ft-chosen-by-somebody")
+    assert "chosen" not in repr(new)
 
 
 def test_an_expired_key_opens_nothing(store):
     _, gone = store.keys.create_key(
-        project_id=PROJECT, name="gone", scope="user", expires_at=store.now() - 1
+        NewKey(project_id=PROJECT, name="gone", scope="user", expires_at=store.now() - 1)
     )
     _, valid = store.keys.create_key(
-        project_id=PROJECT, name="valid", scope="user", expires_at=store.now() + 1000
+        NewKey(project_id=PROJECT, name="valid", scope="user", expires_at=store.now() + 1000)
     )
     assert store.keys.authenticate(gone) is None
     assert store.keys.authenticate(valid) is not None
 
 
 def test_a_revoked_key_opens_nothing(store):
-    key, secret = store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
+    key, secret = store.keys.create_key(NewKey(project_id=PROJECT, name="mine", scope="user"))
     with pytest.raises(NotFoundError):
         store.keys.revoke_key(OTHER, key.id)
     assert store.keys.authenticate(secret) is not None
@@ -95,7 +104,7 @@ def test_a_revoked_key_opens_nothing(store):
 
 
 def test_last_used_is_written_at_most_once_a_minute(store, store_url):
-    _, secret = store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
+    _, secret = store.keys.create_key(NewKey(project_id=PROJECT, name="mine", scope="user"))
     assert store.keys.list_keys(PROJECT)[0].last_used_at is None
     store.keys.authenticate(secret)
     first = wait_for(lambda: store.keys.list_keys(PROJECT)[0].last_used_at, 60)
@@ -115,9 +124,10 @@ def test_last_used_is_written_at_most_once_a_minute(store, store_url):
 def test_keys_are_listed_by_project(store):
     assert not store.keys.has_keys()
     mine = [
-        store.keys.create_key(project_id=PROJECT, name=name, scope="user")[0] for name in ("a", "b")
+        store.keys.create_key(NewKey(project_id=PROJECT, name=name, scope="user"))[0]
+        for name in ("a", "b")
     ]
-    theirs, _ = store.keys.create_key(project_id=OTHER, name="c", scope="admin")
+    theirs, _ = store.keys.create_key(NewKey(project_id=OTHER, name="c", scope="admin"))
     assert store.keys.has_keys()
     assert {key.id for key in store.keys.list_keys(PROJECT)} == {key.id for key in mine}
     assert store.keys.list_keys(OTHER) == [theirs]
@@ -125,11 +135,11 @@ def test_keys_are_listed_by_project(store):
 
 def test_a_key_needs_a_project(store):
     with pytest.raises(NotFoundError, match="proj_nowhere"):
-        store.keys.create_key(project_id="proj_nowhere", name="mine", scope="user")
+        store.keys.create_key(NewKey(project_id="proj_nowhere", name="mine", scope="user"))
 
 
 def test_a_project_takes_the_organizations_new_name(store):
-    _, secret = store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
+    _, secret = store.keys.create_key(NewKey(project_id=PROJECT, name="mine", scope="user"))
     store.projects.ensure_project(PROJECT, "ignored")  # it exists
     store.projects.name_organization(PROJECT, "renamed")
     assert store.keys.authenticate(secret).organization == "renamed"
@@ -139,20 +149,21 @@ DAY = 86_400.0
 
 
 def test_no_key_lives_longer_than_the_operator_allows(store):
-    long, long_secret = store.keys.create_key(project_id=PROJECT, name="old", scope="user")
+    long, long_secret = store.keys.create_key(NewKey(project_id=PROJECT, name="old", scope="user"))
     short, _ = store.keys.create_key(
-        project_id=PROJECT, name="short", scope="user", expires_at=store.now() + DAY
+        NewKey(project_id=PROJECT, name="short", scope="user", expires_at=store.now() + DAY)
     )
-    scraper, _ = store.keys.create_key(project_id=PROJECT, name="scraper", scope="metrics")
+    scraper, _ = store.keys.create_key(NewKey(project_id=PROJECT, name="scraper", scope="metrics"))
     assert store.keys.end_old_keys() == 0, "no limit is set"
     store.keys.max_days = 30.0
-    made, _ = store.keys.create_key(project_id=PROJECT, name="new", scope="user")
+    made, _ = store.keys.create_key(NewKey(project_id=PROJECT, name="new", scope="user"))
     assert made.expires_at == pytest.approx(made.created_at + 30 * DAY, abs=1.0)
     with pytest.raises(
         SpecError, match=r"would live 31 days, .* allows 30 \(FT_MAX_KEY_DAYS\)"
     ) as no:
         store.keys.create_key(
-            project_id=PROJECT, name="x", scope="user", expires_at=store.now() + 31 * DAY, param="p"
+            NewKey(project_id=PROJECT, name="x", scope="user", expires_at=store.now() + 31 * DAY),
+            param="p",
         )
     assert no.value.param == "p"
 
@@ -172,9 +183,9 @@ def test_no_key_lives_longer_than_the_operator_allows(store):
 
 def test_a_key_with_the_longest_life_begins_a_new_one_when_it_is_rotated(store):
     store.keys.max_days = 30.0
-    key, _ = store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
+    key, _ = store.keys.create_key(NewKey(project_id=PROJECT, name="mine", scope="user"))
     short, _ = store.keys.create_key(
-        project_id=PROJECT, name="short", scope="user", expires_at=store.now() + DAY
+        NewKey(project_id=PROJECT, name="short", scope="user", expires_at=store.now() + DAY)
     )
     with store.writing() as connection:
         aged = {
@@ -190,7 +201,7 @@ def test_a_key_with_the_longest_life_begins_a_new_one_when_it_is_rotated(store):
 
 def test_only_a_key_that_nobody_has_used_gets_another_secret(store):
     """Nobody has seen the first one; one that was used, or revoked, keeps its own."""
-    key, first = store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
+    key, first = store.keys.create_key(NewKey(project_id=PROJECT, name="mine", scope="user"))
     assert store.keys.replace_secret(OTHER, key.id) is None
     replaced = store.keys.replace_secret(PROJECT, key.id)
     assert replaced is not None
@@ -201,7 +212,7 @@ def test_only_a_key_that_nobody_has_used_gets_another_secret(store):
     store.keys.close()
     assert store.keys.replace_secret(PROJECT, key.id) is None
     assert store.keys.authenticate(second).key_id == key.id
-    revoked, _ = store.keys.create_key(project_id=PROJECT, name="gone", scope="user")
+    revoked, _ = store.keys.create_key(NewKey(project_id=PROJECT, name="gone", scope="user"))
     store.keys.revoke_key(PROJECT, revoked.id)
     assert store.keys.replace_secret(PROJECT, revoked.id) is None
     told = [

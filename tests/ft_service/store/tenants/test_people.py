@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ft_service.errors import AuthError, ForbiddenError, NotFoundError, SpecError
+from ft_service.store.records import NewKey
 from ft_service.store.tables import keys
 from ft_service.store.tenants.people import SignOn
 from tests.support.records import OTHER, PROJECT
@@ -85,7 +86,7 @@ def session_of(store: Any, state: str, **grants: Any) -> Any:
 
 def key_by(store: Any, holder: Any, project: str = PROJECT, **more: Any) -> tuple[Any, str]:
     given: dict[str, Any] = {"name": "laptop", "scope": "submit"} | more
-    return store.keys.create_key(project_id=project, made_by=holder, **given)
+    return store.keys.create_key(NewKey(project_id=project, **given), made_by=holder)
 
 
 def age(store: Any, days: float) -> None:
@@ -96,7 +97,7 @@ def age(store: Any, days: float) -> None:
 
 
 def test_a_key_that_a_person_makes_works_while_the_person_signs_in(store):
-    _, machine = store.keys.create_key(project_id=PROJECT, name="ci", scope="admin")
+    _, machine = store.keys.create_key(NewKey(project_id=PROJECT, name="ci", scope="admin"))
     holder = session_of(store, "one", **{PROJECT: "admin"})
     key, secret = key_by(store, holder)
     _, short = key_by(store, holder, expires_at=store.now() + 10 * DAY)
@@ -192,7 +193,9 @@ def test_all_that_a_person_has_can_be_ended_at_once(store):
     secret = store.people.sign_in(ada("one", **{PROJECT: "admin", OTHER: "read"}), 60)
     holder = store.sessions.session_holder(secret)
     _, made = key_by(store, holder)
-    _, machine = store.keys.create_key(project_id=PROJECT, name="ada@example.com", scope="read")
+    _, machine = store.keys.create_key(
+        NewKey(project_id=PROJECT, name="ada@example.com", scope="read")
+    )
     assert len(store.people.end("ada@example.com")) == 3
     assert store.people.end("https://login.example ada") == []
     assert store.sessions.session_holder(secret) is None

@@ -49,7 +49,6 @@ def test_limits_change_one_by_one(store: Store) -> None:
     assert (changed.name, changed.limits) == ("New", TenantLimits(max_slots=2))
     assert store.projects.update_project(PROJECT).name == "New"
     assert deeds(store, PROJECT) == [
-        ("project.updated", None),
         ("project.updated", {"name": "New", "max_bytes": None}),
         ("project.updated", {"max_slots": 2, "max_bytes": 10}),
     ]

@@ -1,9 +1,13 @@
-"""Random bases for measurements: a Llama of any shape, written as a Hugging Face folder."""
+"""Random bases for measurements: a Llama or a mixture of experts of any shape, written as a Hugging
+Face folder.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -75,3 +79,18 @@ def write_llama(folder: Path, llama: Llama, device: str = "cpu") -> int:
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return (folder / "model.safetensors").stat().st_size
+
+
+def write_mixture(
+    folder: Path, family: str, sizes: Mapping[str, Any], device: torch.device | str = "cpu"
+) -> None:
+    """A model of a type of transformers in bf16 with its own random weights. `sizes`: of its
+    config; others are the type's defaults. `device`: where they are drawn.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        config = AutoConfig.for_model(family, **sizes)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)

@@ -1,11 +1,11 @@
 """Time of one optimizer step on one rank: the storage formats against each other and against PEFT
-on bitsandbytes' layers.
+on bitsandbytes' layers, or with a mixture of experts on transformers' own in bf16.
 
-    python benchmarks/step.py [--repeats 7] [--tokens 512]
+    python benchmarks/step.py [--repeats 7] [--tokens 512] [--experts]
 
-All contenders live in one process on the same random Llama, with LoRA of rank 16 on every linear
-layer, and take turns on the same batch: forward, backward, AdamW. Without a GPU the Llama is small,
-and times are those of a processor.
+All contenders live in one process on the same random base, with LoRA of rank 16 on every linear
+layer, experts apart, and take turns on the same batch: forward, backward, AdamW. Without a GPU the
+base is small, and times are those of a processor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 if __name__ == "__main__":  # the repository's root, for benchmarks started by path
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.bases import Llama, write_llama
+from benchmarks.bases import Llama, write_llama, write_mixture
 from benchmarks.machine import machine, save
 
 Step = Callable[[], float]
@@ -34,6 +34,20 @@ Step = Callable[[], float]
 ON_GPU = Llama(hidden=4096, intermediate=14336, layers=8, heads=32, vocabulary=128_256)
 """Eight layers of an 8B model."""
 ON_CPU = Llama(hidden=1024, intermediate=2816, layers=4, heads=16, vocabulary=8_000)
+MIXTURE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 192,
+    "norm_topk_prob": True,
+    "vocab_size": 8_000,
+}
+"""Qwen3-30B-A3B's proportions, a quarter as wide."""
 RANK = 16
 
 
@@ -43,22 +57,30 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, help="of the batch's one sample; 4096 on a GPU, 512 without"
     )
+    parser.add_argument("--experts", action="store_true", help="with a mixture of experts")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
     tokens = options.tokens or (4096 if gpu else 512)
     llama = ON_GPU if gpu else ON_CPU
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder, "base")
-        write_llama(base, llama)
-        ids = torch.randint(
-            0, llama.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0)
-        ).to(device())
-        contenders = steps(base, ids)
+        words = 8_000 if options.experts else llama.vocabulary
+        ids = torch.randint(0, words, (1, tokens), generator=torch.Generator().manual_seed(0)).to(
+            device()
+        )
+        if options.experts:
+            write_mixture(base, "qwen3_moe", MIXTURE, device())
+            peer = PEFT_ON_EXPERTS
+            contenders = steps_on_experts(base, ids)
+        else:
+            write_llama(base, llama)
+            peer = PEFT
+            contenders = steps(base, ids)
         times, losses = take_turns(contenders, options.repeats)
     median = {name: statistics.median(seconds) for name, seconds in times.items()}
     result: dict[str, Any] = {
         **machine(),
-        "llama": vars(llama),
+        "base": MIXTURE if options.experts else vars(llama),
         "tokens": tokens,
         "repeats": options.repeats,
     }
@@ -67,11 +89,11 @@ def main() -> None:
         name: round(tokens / seconds) for name, seconds in median.items()
     }
     result["times_peft"] = {
-        name: round(seconds / median[PEFT], 3) for name, seconds in median.items()
+        name: round(seconds / median[peer], 3) for name, seconds in median.items()
     }
     result["first_loss"] = losses
     print(result["median_ms"], flush=True)
-    save("step", result)
+    save("step_experts" if options.experts else "step", result)
 
 
 PEFT = "PEFT on bitsandbytes NF4"
@@ -85,6 +107,10 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
+PEFT_ON_EXPERTS = "PEFT on transformers' experts in bf16"
+FORMATS_OF_EXPERTS = ("bf16", "nf4", "mxfp4")
+
+
 def steps(base: Path, ids: Tensor) -> dict[str, Step]:
     from workers.quant.fp8_products import why_not
 
@@ -93,6 +119,14 @@ def steps(base: Path, ids: Tensor) -> dict[str, Step]:
         if name == "fp8, products in FP8" and why_not(torch.bfloat16, device()) is not None:
             continue
         contenders[name] = step_of_ours(base, ids, precision)
+    return contenders
+
+
+def steps_on_experts(base: Path, ids: Tensor) -> dict[str, Step]:
+    """Of contenders whose experts have no adapters."""
+    contenders = {PEFT_ON_EXPERTS: step_of_peft(base, ids, quantised=False)}
+    for name in FORMATS_OF_EXPERTS:
+        contenders[name] = step_of_ours(base, ids, {"default": name})
     return contenders
 
 
@@ -141,7 +175,7 @@ def step_of_ours(base: Path, ids: Tensor, precision: dict[str, Any]) -> Step:
     return step
 
 
-def step_of_peft(base: Path, ids: Tensor) -> Step:
+def step_of_peft(base: Path, ids: Tensor, *, quantised: bool = True) -> Step:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -151,8 +185,9 @@ def step_of_peft(base: Path, ids: Tensor) -> Step:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
+    stored = {"quantization_config": settings} if quantised else {}
     model = AutoModelForCausalLM.from_pretrained(
-        base, quantization_config=settings, dtype=torch.bfloat16, device_map={"": str(device())}
+        base, **stored, dtype=torch.bfloat16, device_map={"": str(device())}
     )
     model.config.use_cache = False
     model = get_peft_model(

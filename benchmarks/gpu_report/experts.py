@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.bases import write_mixture
 from benchmarks.gpu_report.jobs import alone, built_once, steps_alone
 from benchmarks.gpu_report.peft_speed import Stock, step_speed, steps
 from benchmarks.gpu_report.sections import Context
@@ -80,16 +81,9 @@ def base_of(context: Context, experts: Experts) -> Path:
     if context.tiny:
         save_tiny(experts.family, folder, vocab_size=512)
     else:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        config = AutoConfig.for_model(
-            experts.family, num_hidden_layers=experts.layers, **experts.sizes
-        )
-        with context.place:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(folder)
+        sizes = {"num_hidden_layers": experts.layers, **experts.sizes}
+        write_mixture(folder, experts.family, sizes, context.place)
         leave_out_defaults(folder)
-        del model
         reset_peak()
     save_tokenizer(folder)
     return folder

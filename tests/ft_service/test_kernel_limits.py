@@ -5,7 +5,14 @@ import random
 import pytest
 
 from ft_service import kernel_limits
-from ft_service.kernel_limits import chunk_rows, cudnn_workspace_bytes, fp8_fits, lots_of
+from ft_service.kernel_limits import (
+    chunk_rows,
+    cudnn_workspace_bytes,
+    filled_group,
+    filled_row,
+    fp8_fits,
+    lots_of,
+)
 
 
 def test_a_chunk_has_at_least_one_row() -> None:
@@ -85,3 +92,28 @@ def test_sizes_that_fp8_hardware_takes() -> None:
     assert fp8_fits(4096, 14336)
     assert not fp8_fits(4096, 14344)
     assert not fp8_fits(20, 64)
+
+
+def test_packed_rows_have_few_lengths() -> None:
+    given = (1, 100, 255, 256, 257, 500, 513, 1000, 1025, 5000)
+    expected = [1, 100, 255, 256, 272, 512, 544, 1024, 1088, 5056]
+    assert list(map(filled_row, given)) == expected
+    assert len(set(map(filled_row, range(256, 8192)))) < 200
+    for tokens in range(256, 5000, 7):
+        assert tokens <= filled_row(tokens) <= min(tokens * 1.0625, tokens + 63)
+        assert filled_row(filled_row(tokens)) == filled_row(tokens)
+
+
+def test_groups_have_few_numbers_of_rows() -> None:
+    assert list(map(filled_group, (1, 7, 8, 9, 33, 60, 100, 300))) == [
+        1,
+        7,
+        8,
+        10,
+        40,
+        64,
+        112,
+        320,
+    ]
+    assert len(set(map(filled_group, range(1, 8192)))) < 60
+    assert all(rows <= filled_group(rows) <= 1.25 * rows for rows in range(1, 5000))

@@ -22,6 +22,7 @@ from tests.support.training.parity import (
     samples,
 )
 from workers.base.load import adapters
+from workers.data import batches
 from workers.layers.dropout import key_of
 from workers.patches import indexed_attention
 from workers.training.step import Sums, forward_backward
@@ -30,15 +31,18 @@ KINDS = ("deepseek_v32", "glm_moe_dsa")
 
 
 def one_step(rank: int, world: int, spec: JobSpec) -> Step:
-    """With the masks of dropout, and an indexer's scores made for a few queries at a time."""
+    """With the masks of dropout, packed rows filled up, and an indexer's scores made for a few
+    queries at a time.
+    """
+    batches.filled_row = lambda tokens: tokens + 3  # in a process of its own
     indexed_attention.SCORES_AT_ONCE = 2 * 24 * 3  # in a process of its own
     data = samples()
     built = constructed(spec, world)
-    batches = batches_of(
+    own = batches_of(
         data, rank, world, spec, [key_of("sample", spec.seed, 0, i) for i in range(len(data))]
     )
     targets = sum(t.target_count for t in data)
-    sums = Sums.read(forward_backward(built.peft_model, batches, targets, world), targets)
+    sums = Sums.read(forward_backward(built.peft_model, own, targets, world), targets)
     return Step(sums.mean_loss, {name: full(p.grad) for name, p in adapters(built.peft_model)})
 
 

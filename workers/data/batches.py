@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ft_service.data.tokens.sample import Tokens
+from ft_service.kernel_limits import filled_row
 from workers.data.row_parts import SharedRows
 from workers.images.features import CURRENT_IMAGES
 from workers.layers.dropout import keys_from
@@ -228,9 +229,16 @@ def collate(
 def pack(
     samples: Sequence[Tokens], device: torch.device, keys: Sequence[int] | None = None
 ) -> Batch:
-    """Samples concatenated to one row. Without samples as `collate`. `keys`: of the samples."""
+    """Samples concatenated to one row, filled up by one without targets (`filled_row`). Without
+    samples as `collate`. `keys`: of the samples.
+    """
     lengths = [len(s.ids) for s in samples] or [2]
-    ids = np.concatenate([s.ids for s in samples] or [np.zeros(2)]).astype(np.int64)
+    more = filled_row(sum(lengths)) - sum(lengths)
+    own = [s.ids for s in samples] or [np.zeros(2)]
+    if more:
+        lengths.append(more)
+        own.append(np.zeros(more))
+    ids = np.concatenate(own).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     places, targets = _targets(samples, starts.tolist())
     positions = np.arange(len(ids)) - np.repeat(starts[:-1], lengths)
@@ -239,8 +247,7 @@ def pack(
     of_tokens = own_lengths = None
     if keys is not None:
         rows = [
-            keys_from(key, length, device)
-            for key, length in zip(keys or (0,), lengths, strict=True)
+            keys_from(key, length, device) for key, length in zip((*keys, 0), lengths, strict=False)
         ]
         of_tokens = torch.cat(rows)[None]
         own_lengths = _moved(np.repeat(np.array(lengths, dtype=np.float32), lengths)[None], device)
@@ -252,7 +259,7 @@ def pack(
         lengths=own_lengths,
         positions=_moved(positions[None], device),
     )
-    return _with_pictures(batch, samples, starts[:-1].tolist())
+    return _with_pictures(batch, samples, starts[: len(samples)].tolist())
 
 
 def _with_pictures(batch: Batch, samples: Sequence[Tokens], begins: Sequence[int]) -> Batch:
@@ -263,8 +270,11 @@ def _with_pictures(batch: Batch, samples: Sequence[Tokens], begins: Sequence[int
     if pictured is None:
         return batch
     device = batch.ids.device
-    length = None if batch.packing is not None else int(batch.ids.shape[1])
-    positions = pictured.positions(samples, length)
+    width = int(batch.ids.shape[1])
+    positions = pictured.positions(samples, None if batch.packing is not None else width)
+    if positions is not None and positions.shape[-1] < width:  # the tokens that fill the row
+        more = torch.arange(width - positions.shape[-1]).expand(*positions.shape[:-1], -1)
+        positions = torch.cat([positions, more], dim=-1)
     return replace(
         batch,
         positions=batch.positions if positions is None else positions.to(device),

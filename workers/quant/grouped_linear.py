@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ft_service.kernel_limits import GROUPED_MULTIPLE, grouped_fits, matrices_at_a_time
+from ft_service.kernel_limits import (
+    GROUPED_MULTIPLE,
+    filled_group,
+    grouped_fits,
+    matrices_at_a_time,
+)
 from workers.quant import frozen_linear
 from workers.quant.direct_function import DirectFunction, once_differentiable
 from workers.quant.frozen_linear import PLAIN, dense
@@ -89,7 +94,7 @@ def _product(x: Tensor, counts: Tensor, weight: GroupedWeight) -> Tensor:
     if is_grouped(x, weight.rows, weight.cols):
         return grouped_product(x, counts, weight, transposed=True)
     y = x.new_empty(x.shape[0], weight.rows)
-    for group, own in _groups(counts):
+    for group, own in _groups(counts, filled=x.dtype == torch.bfloat16):
         torch.mm(x[own], weight.matrices(group, group + 1, x.dtype)[0].t(), out=y[own])
     return y
 
@@ -98,7 +103,7 @@ def _product_grad(grad: Tensor, counts: Tensor, weight: GroupedWeight) -> Tensor
     if is_grouped(grad, weight.rows, weight.cols):
         return grouped_product(grad, counts, weight, transposed=False)
     x_grad = grad.new_empty(grad.shape[0], weight.cols)
-    for group, own in _groups(counts):
+    for group, own in _groups(counts, filled=grad.dtype == torch.bfloat16):
         torch.mm(grad[own], weight.matrices(group, group + 1, grad.dtype)[0], out=x_grad[own])
     return x_grad
 
@@ -176,12 +181,18 @@ def grouped_product(
     return y
 
 
-def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
-    """Number and rows of each group that has rows."""
+def _groups(counts: Tensor, *, filled: bool = False) -> Iterator[tuple[int, slice]]:
+    """Number and rows of each group that has rows, in their order. `filled`: with some rows of the
+    next groups, which come to their own results later, so that products have few numbers of rows
+    (`filled_group`).
+    """
+    numbers = counts.tolist()
+    rows = sum(numbers)
     start = 0
-    for group, count in enumerate(counts.tolist()):
+    for group, count in enumerate(numbers):
         if count:
-            yield group, slice(start, start + count)
+            wanted = filled_group(count) if filled else count
+            yield group, slice(start, start + (wanted if start + wanted <= rows else count))
         start += count
 
 

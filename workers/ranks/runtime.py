@@ -321,6 +321,8 @@ def _reproducible(device: torch.device) -> None:
     torch.manual_seed(0)
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # Else PyTorch writes NaN into every new tensor, 2 % of a step.
+        torch.utils.deterministic.fill_uninitialized_memory = False
     elif device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 

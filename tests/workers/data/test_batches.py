@@ -63,6 +63,25 @@ def test_pack_puts_one_behind_the_other() -> None:
     assert batch.packing.longest == 3
 
 
+def test_a_row_is_filled_by_a_sample_that_nothing_learns() -> None:
+    samples = [Tokens(np.arange(1, n + 1, dtype=np.int32), np.ones(n, bool)) for n in (200, 100)]
+    batch = pack(samples, torch.device("cpu"), keys=[3, 4])
+    assert batch.packing is not None
+    assert batch.packing.starts.tolist() == [0, 200, 300, 304]
+    assert batch.packing.longest == 200
+    assert batch.ids[0, 300:].tolist() == [0] * 4
+    assert batch.positions is not None
+    assert batch.positions[0, 298:].tolist() == [98, 99, 0, 1, 2, 3]
+    assert batch.places.tolist() == [*range(199), *range(200, 299)]
+    assert batch.lengths is not None
+    assert batch.lengths[0, [0, 199, 200, 299, 300]].tolist() == [200, 200, 100, 100, 4]
+    assert batch.keys is not None
+    assert batch.keys.shape == (1, 304)
+    last = pack(samples[1:], torch.device("cpu"), keys=[4]).keys
+    assert last is not None
+    assert torch.equal(batch.keys[:, 200:300], last)
+
+
 @pytest.mark.parametrize("make", [collate, pack])
 def test_nothing_takes_part_without_a_target(make: Any) -> None:
     batch = make([], torch.device("cpu"))

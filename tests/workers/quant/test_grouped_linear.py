@@ -67,6 +67,26 @@ def test_the_grouped_product_is_the_loop(
     assert torch.allclose(of_x, x.grad, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("counts", [[9, 0, 17, 33, 1], [0, 60, 0, 0, 0], [1, 1, 1, 57, 0]])
+def test_in_bf16_groups_are_filled_by_rows_of_the_next(counts: list[int]) -> None:
+    """Each row comes to the product with the matrix of its own group."""
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (
+        torch.randn(sum(counts), width, generator=generator).bfloat16() for width in (COLS, ROWS)
+    )
+    x.requires_grad_()
+    (weight,) = (part.bfloat16() for part in stored(PLAIN))
+    y = grouped_linear(x, torch.tensor(counts), [weight], PLAIN, ROWS, COLS)
+    y.backward(grad)
+    group = torch.arange(5).repeat_interleave(torch.tensor(counts))
+    each = weight.view(5, ROWS, COLS)[group].float()
+    assert x.grad is not None
+    expected = torch.einsum("nc,nrc->nr", x.detach().float(), each)
+    of_x = torch.einsum("nr,nrc->nc", grad.float(), each)
+    assert torch.allclose(y.float(), expected, rtol=1e-2, atol=0.1)
+    assert torch.allclose(x.grad.float(), of_x, rtol=1e-2, atol=0.1)
+
+
 class Forbidding(TorchDispatchMode):
     """Raises where the host would wait for a device."""
 

@@ -27,6 +27,7 @@ from tests.support.training.models import (
     spec_for,
 )
 from tests.support.training.parity import CPU, assert_parity, constructed, samples, train_steps
+from workers.data import batches
 from workers.data.batches import collate, pack
 from workers.data.micro_batches import attention_share
 from workers.layers.segment_attention import NAME
@@ -50,11 +51,13 @@ def on_one(spec: JobSpec, answer: Callable[[nn.Module], Any]) -> Any:
 
 def packed_and_apart(model: nn.Module) -> tuple[str | None, list[Tensor], list[Tensor]]:
     reason = settle_attention(model, CPU, torch.float32)
+    batches.filled_row = lambda tokens: tokens + 3  # in a process of its own
     data = samples(5)
     with torch.no_grad():
-        together = logits_of(model, pack(data, CPU))[0].split([len(sample.ids) for sample in data])
+        row = logits_of(model, pack(data, CPU))[0]
+        *together, _ = row.split([*(len(sample.ids) for sample in data), 3])
         apart = [logits_of(model, collate([sample], CPU))[0] for sample in data]
-    return reason, list(together), apart
+    return reason, together, apart
 
 
 def packed_and_apart_on_rank(
@@ -85,8 +88,8 @@ def families(
 def test_packed_samples_are_computed_as_they_are_apart(
     family: str, families: Cases[tuple[str | None, list[Tensor], list[Tensor]]]
 ) -> None:
-    """Token by token, in every family: with windows, soft caps and experts; and the trial says
-    so.
+    """Token by token, in every family: with windows, soft caps and experts, and in a row that is
+    filled up; and the trial says so.
     """
     _, [(reason, together, apart)] = families.of(family)
     assert reason is None

@@ -1,4 +1,5 @@
-"""Operators that one decoder layer of an 8B model launches on a GPU, and the bytes that they move.
+"""Operators that one decoder layer of an 8B model, and one of Qwen3-30B-A3B, launches on a GPU, and
+the bytes that they move.
 
 Nothing is timed.
 
@@ -35,10 +36,13 @@ CATEGORIES = (
     "rounding to FP8, transposing",
     "attention",
     "norms, RoPE, SwiGLU",
+    "experts' rows",
 )
 """Of a layer's operators: what they are for."""
 
 
+OF_MIXTURES = ("bf16", "nf4", "fp8", "fp8_blocks", "nvfp4", "mxfp4")
+"""Formats of Qwen3-30B-A3B's layers."""
 SERVED = ("int4_g32", "fp8", "nvfp4", "mxfp4", "int8", "8da4w")
 """Forms of precision.served_as."""
 
@@ -61,33 +65,38 @@ def main() -> None:
     )
     parser.add_argument("--formats", default="bf16,nf4,fp8")
     found = {name: layer(name) for name in parser.parse_args().formats.split(",")}
-    print("| | " + " | ".join(CATEGORIES) + " | launches |")
-    print("| --- |" + " ---: |" * (len(CATEGORIES) + 1))
-    for name, kinds in found.items():
-        cells = [
-            f"{kinds[kind].bytes / 1e9:.2f} GB, {kinds[kind].forward} + {kinds[kind].backward}"
-            for kind in CATEGORIES
-        ]
-        print(
-            f"| {name} | {' | '.join(cells)} | "
-            f"{sum(kind.forward + kind.backward for kind in kinds.values())} |"
-        )
+    mixtures = {name: layer(name, mixture=True) for name in OF_MIXTURES}
+    for title, layers in (("Llama-3.1-8B", found), ("Qwen3-30B-A3B", mixtures)):
+        print(f"\n| {title} | {' | '.join(CATEGORIES)} | sum | launches |")
+        print("| --- |" + " ---: |" * (len(CATEGORIES) + 2))
+        for name, kinds in layers.items():
+            cells = [
+                f"{kinds[kind].bytes / 1e9:.2f} GB, {kinds[kind].forward} + {kinds[kind].backward}"
+                for kind in CATEGORIES
+            ]
+            print(
+                f"| {name} | {' | '.join(cells)} | "
+                f"{sum(kind.bytes for kind in kinds.values()) / 1e9:.2f} GB | "
+                f"{sum(kind.forward + kind.backward for kind in kinds.values())} |"
+            )
     rounding = {form: rounded(form) for form in SERVED}
     print("\n| precision.served_as | rounding one layer once | launches |")
     print("| --- | ---: | ---: |")
     for form, moved in rounding.items():
         print(f"| {form} | {moved.bytes / 1e9:.1f} GB | {moved.forward} |")
-    cases = {
-        name: {kind: vars(moved) for kind, moved in kinds.items()} for name, kinds in found.items()
-    }
+    cases, of_mixtures = (
+        {name: {kind: vars(moved) for kind, moved in kinds.items()} for name, kinds in own.items()}
+        for own in (found, mixtures)
+    )
     served = {form: vars(moved) for form, moved in rounding.items()}
     shape = {"tokens": TOKENS, "length": LENGTH, "rank": RANK}
-    save("step_bytes", {"measured": False, **shape, "layer": cases, "rounding": served})
+    counted = {"layer": cases, "layer_of_mixture": of_mixtures, "rounding": served}
+    save("step_bytes", {"measured": False, **shape, **counted})
 
 
-def layer(weight_format: str) -> dict[str, Moved]:
+def layer(weight_format: str, *, mixture: bool = False) -> dict[str, Moved]:
     """One layer's launches by category: those of two layers less those of one."""
-    two, one = (_counted(operations(weight_format, layers)) for layers in (2, 1))
+    two, one = (_counted(operations(weight_format, layers, mixture)) for layers in (2, 1))
     return {
         kind: Moved(
             *(
@@ -146,6 +155,8 @@ def category(operation: Any) -> str:
     if operation.flops and where.startswith(("quant.", "layers.linear", "layers.low_rank")):
         of_adapter = any(size in RANKS for shape in operation.shapes for size in shape)
         return "LoRA" if of_adapter else "frozen products"
+    if where.startswith("layers.expert"):
+        return "experts' rows"
     if where.startswith("quant."):
         return (
             CATEGORIES[3]
@@ -159,21 +170,25 @@ def category(operation: Any) -> str:
     return "norms, RoPE, SwiGLU"
 
 
-def operations(weight_format: str, layers: int) -> list[Any]:
-    """What one micro-batch launches, forward and backward, in `layers` decoder layers and what is
-    around them.
+def operations(weight_format: str, layers: int, mixture: bool = False) -> list[Any]:
+    """What one micro-batch launches, forward and backward, in `layers` decoder layers of the 8B or
+    of the mixture and what is around them.
     """
     import numpy as np
 
     from ft_service.data.tokens.sample import Tokens
     from tests.support.bases import LLAMA_8B, save_base, spec_on
     from tests.support.fake_cuda import backward, build_on, fake_cuda, recording
+    from tests.support.training.models import ATTENTION
     from workers.data.batches import pack
     from workers.training.step import cross_entropies
 
     with tempfile.TemporaryDirectory() as folder:
-        base = save_base(Path(folder) / "8b", {**LLAMA_8B, "num_hidden_layers": layers})
-        spec = spec_on(base, precision={"default": weight_format}, lora={"r": RANK})
+        config = (mixture_config() if mixture else LLAMA_8B) | {"num_hidden_layers": layers}
+        shapes = shapes_of(config) if mixture else None
+        base = save_base(Path(folder) / "base", config, shapes)
+        adapted = {"target_modules": ATTENTION} if mixture else {}
+        spec = spec_on(base, precision={"default": weight_format}, lora={"r": RANK, **adapted})
         with fake_cuda() as device:
             model = build_on(device, spec)
             samples = [
@@ -186,6 +201,22 @@ def operations(weight_format: str, layers: int) -> list[Any]:
                 record.backward = True
                 backward(loss)
     return record.operations
+
+
+def mixture_config() -> dict[str, Any]:
+    from benchmarks.gpu_report.experts import QWEN3_30B_A3B
+
+    return {"model_type": QWEN3_30B_A3B.family, **QWEN3_30B_A3B.sizes}
+
+
+def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a model of transformers, by its own names."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu_report.experts import QWEN3_30B_A3B, work_of
 from benchmarks.gpu_report.jobs import alone, built_once, steps_alone
@@ -24,6 +23,7 @@ from benchmarks.gpu_report.rows import SkippedError
 from benchmarks.gpu_report.sections import Context
 from benchmarks.gpu_report.speed import STEPS, WARM_UP, reset_peak, speed
 from benchmarks.gpu_report.speed_job import SHAPES, TINY_SHAPES, Shape, job, log_normal
+from benchmarks.step_bytes import shapes_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.manifest import BaseOrigin
 from ft_service.rundir.manifest import base_of as origin_of
@@ -126,11 +126,8 @@ def tiny(whole: WholeModel) -> WholeModel:
 def base_of(context: Context, name: str, config: dict[str, Any]) -> Path:
     """The base's folder: config.json, a tokenizer, and the headers of its weights."""
     folder = context.scratch / f"whole-{name}"
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     save_tokenizer(folder)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    return save_base(folder, config, shapes)
+    return save_base(folder, config, shapes_of(config))
 
 
 def trained(

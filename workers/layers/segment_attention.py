@@ -333,7 +333,10 @@ def _attend_grad(
         if _by_kernel(q, shape_of_own):
             wide_k, wide_v = _for_kernel(k, v, heads)
             answer = out[:, own].transpose(1, 2), sums[:, :, own]
-            parts = _kernel_grad(g, q, wide_k, wide_v, *answer, 0.0, True, scale=scale)
+            given = g, q, wide_k, wide_v, *answer
+            if q.dtype == torch.bfloat16 and _is_small(q):
+                given = tuple(tensor.float() for tensor in given)
+            parts = _kernel_grad(*given, 0.0, True, scale=scale)
             if shape_of_own.spans is not None:
                 ahead = (shape_of_own.spans, scale)
                 add_ahead_grads(parts, g, q, wide_k, wide_v, *answer, *ahead)
@@ -412,6 +415,17 @@ def _by_kernel(query: Tensor, shape: AttentionPattern) -> bool:
         and query.device.type == "cpu"
         and (not shape.window or query.shape[2] <= shape.window)
     )
+
+
+_SMALL = 2**25
+"""Scores times channels up to which the kernel's backward is called in fp32: on a processor with
+AMX it takes 1.5 milliseconds for a sample of 100 tokens and 8 heads of 32 in bf16, most of them
+before it computes, and 0.3 in fp32; with more, bf16 is faster.
+"""
+
+
+def _is_small(query: Tensor) -> bool:
+    return query.numel() * query.shape[2] <= _SMALL
 
 
 def _for_kernel(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -452,3 +452,22 @@ def test_gradients_of_the_fused_kernel_are_added_up_in_one_order() -> None:
         "with warnings alone the kernel keeps to its own order"
     )
     assert modes() == before == (False, False, True)
+
+
+@pytest.mark.parametrize(("most", "of_gradients"), [(2**25, torch.float32), (0, torch.bfloat16)])
+def test_gradients_of_short_samples_in_bf16_are_made_in_fp32(
+    most: int, of_gradients: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_SMALL", most)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(1, 2, 9, 16, generator=generator).bfloat16() for _ in range(4)
+    )
+    pattern = (None, 0.25, 0, 0.0, None, None, None)
+    out, sums = attention.attend(query, key, value, *pattern)
+    found = attention._attend_grad(grad.transpose(1, 2), query, key, value, out, sums, *pattern)
+    given = (own.to(of_gradients) for own in (grad, query, key, value, out.transpose(1, 2)))
+    expected = attention._kernel_grad(*given, sums, 0.0, True, scale=0.25)
+    for own, right in zip(found, expected, strict=True):
+        assert own.dtype == torch.bfloat16
+        assert torch.equal(own, right.bfloat16())

@@ -33,8 +33,8 @@ def filled_row(tokens: int) -> int:
     and 63.
 
     Libraries look for the fastest kernel of a product, or compile one, for each number of rows that
-    they have not met. In bf16 that takes 1.5 milliseconds a product on a processor with AMX, and a third
-    of one on an H200's host (benchmarks/README.md). So rows have few lengths.
+    they have not met. In bf16 that takes 1.5 milliseconds a product on a processor with AMX, and a
+    third of one on an H200's host (benchmarks/README.md). So rows have few lengths.
     """
     if tokens < _FILLED_FROM:
         return tokens

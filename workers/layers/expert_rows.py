@@ -144,7 +144,8 @@ class _SumsByToken(DirectFunction):
         elif ctx.by is not None:
             of_y, of_shares = ctx.by.sums_grad(grad.contiguous(), *kept, route.choices)
         else:
-            of_y, of_shares = _sums_grad(grad, *kept, route)
+            y, shares = kept
+            of_y, of_shares = _sums_grad(grad, y, shares, route)
         return of_y, of_shares, None, None, None
 
 

@@ -322,7 +322,7 @@ def _reproducible(device: torch.device) -> None:
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)
         # Else PyTorch writes NaN into every new tensor, 2 % of a step.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch._C._set_deterministic_fill_uninitialized_memory(False)
     elif device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 

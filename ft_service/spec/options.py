@@ -173,10 +173,10 @@ class PrecisionOptions(Strict):
     """
     fused_kernels: AutoOrOff = "auto"
     """auto: on GPUs, RMS norms, rotary positions and gated feed-forwards in bf16 are computed by
-    Triton kernels that round where the model's own operations do, if they give the same results on
-    the GPU when the job starts, and no layer is compiled. They need less memory, which the plan
-    counts on NVIDIA's GPUs that it knows. off: the model's own operations. The job's events say
-    which applies.
+    Triton kernels that round where the model's own operations do, and the rows of experts by some
+    that round a sum once, if they give the same results on the GPU when the job starts, and no
+    layer is compiled. They need less memory, which the plan counts on NVIDIA's GPUs that it knows.
+    off: the model's own operations. The job's events say which applies.
     """
     deterministic_attention: bool = True
     """On GPUs, gradients of attention of packed samples are added up in one order, so that a job

@@ -20,12 +20,19 @@ from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.base.load import adapters, load
 from workers.data.batches import pack
 from workers.job.training_state import JobState
-from workers.layers import cudnn_attention, dropout, fused, low_rank, packed_attention
+from workers.layers import (
+    cudnn_attention,
+    dropout,
+    expert_rows,
+    fused,
+    low_rank,
+    packed_attention,
+)
 from workers.model import head
 from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.build import build
 from workers.model.offloaded_inputs import copies_for
-from workers.quant import fp8_products, nf4
+from workers.quant import decoding, fp8_products, nf4
 from workers.training.step import forward_backward
 
 pytestmark = [
@@ -128,6 +135,8 @@ def peak_of_two_steps(spec: JobSpec) -> int:
         fp8_products,
         low_rank,
         dropout,
+        expert_rows,
+        decoding,
     ):
         kernels.KERNEL.fault(device)
     built.peft_model.train()

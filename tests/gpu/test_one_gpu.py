@@ -19,11 +19,18 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
 from tests.support.training.attempts import adapter, supervise
 from tests.support.training.models import save_chat_base, save_chats, spec_for
-from workers.layers import cudnn_attention, dropout, fused, low_rank, packed_attention
+from workers.layers import (
+    cudnn_attention,
+    dropout,
+    expert_rows,
+    fused,
+    low_rank,
+    packed_attention,
+)
 from workers.layers.scored_attention import AttentionPattern
 from workers.layers.segments import Bounds
 from workers.model import head
-from workers.quant import fp8, fp8_products, grouped_linear, nf4
+from workers.quant import decoding, fp8, fp8_products, grouped_linear, nf4
 from workers.quant.fp8_products import why_not
 from workers.quant.weights import FP8Weight, NF4Weight
 
@@ -62,7 +69,9 @@ def test_dropout_s_kernel_gives_the_masks_of_the_cpu(channels: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kernels", [fused, packed_attention, head], ids=["layers", "attention", "loss"]
+    "kernels",
+    [fused, packed_attention, head, expert_rows, decoding],
+    ids=["layers", "attention", "loss", "experts", "codes"],
 )
 def test_kernels_compute_what_they_are_compared_with(kernels: Any) -> None:
     assert kernels.KERNEL.fault(torch.device("cuda", 0)) is None

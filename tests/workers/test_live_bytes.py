@@ -5,6 +5,7 @@ code, block by block.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,19 @@ def full_samples(count: int) -> list[Tokens]:
         .numpy()
     )
     return [Tokens(ids, ids >= 0) for ids in drawn]
+
+
+def test_a_block_that_another_thread_frees_is_not_counted_on() -> None:
+    """As a thread of gloo frees what a collective was given."""
+
+    def work() -> None:
+        given = [torch.ones(1000)]
+        freeing = threading.Thread(target=given.clear)
+        freeing.start()
+        freeing.join()
+        torch.ones(1000)
+
+    assert peak_bytes(work) == 4 * 1000
 
 
 # With fused kernels

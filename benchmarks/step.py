@@ -34,7 +34,7 @@ Step = Callable[[], float]
 ON_GPU = Llama(hidden=4096, intermediate=14336, layers=8, heads=32, vocabulary=128_256)
 """Eight layers of an 8B model."""
 ON_CPU = Llama(hidden=1024, intermediate=2816, layers=4, heads=16, vocabulary=8_000)
-MIXTURE = {
+MIXTURE: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1536,
     "num_hidden_layers": 4,
@@ -64,7 +64,7 @@ def main() -> None:
     llama = ON_GPU if gpu else ON_CPU
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder, "base")
-        words = 8_000 if options.experts else llama.vocabulary
+        words = MIXTURE["vocab_size"] if options.experts else llama.vocabulary
         ids = torch.randint(0, words, (1, tokens), generator=torch.Generator().manual_seed(0)).to(
             device()
         )

@@ -23,9 +23,13 @@ def next_power(number: int) -> int:
 # Numbers of rows that libraries meet --------------------------------------------------------------
 
 _FILLED_FROM = 256
+"""Tokens of a packed row from which on it is filled up."""
 _STEPS = 32
+"""Parts of the next power of two, of which a row's tokens are a multiple."""
 _MOST_FILLED = 64
+"""Tokens of which a longer row's are a multiple."""
 _STEPS_OF_GROUPS = 8
+"""Likewise, of a group's rows."""
 
 
 def filled_row(tokens: int) -> int:

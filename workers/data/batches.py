@@ -235,6 +235,8 @@ def pack(
     lengths = [len(s.ids) for s in samples] or [2]
     more = filled_row(sum(lengths)) - sum(lengths)
     own = [s.ids for s in samples] or [np.zeros(2)]
+    if keys is not None:
+        keys = [*(keys or (0,)), *[0] * (more > 0)]
     if more:
         lengths.append(more)
         own.append(np.zeros(more))
@@ -246,9 +248,7 @@ def pack(
     packing = Packing(torch.from_numpy(starts), on_device, max(lengths))
     of_tokens = own_lengths = None
     if keys is not None:
-        rows = [
-            keys_from(key, length, device) for key, length in zip((*keys, 0), lengths, strict=False)
-        ]
+        rows = [keys_from(key, length, device) for key, length in zip(keys, lengths, strict=True)]
         of_tokens = torch.cat(rows)[None]
         own_lengths = _moved(np.repeat(np.array(lengths, dtype=np.float32), lengths)[None], device)
     in_row = (_moved(ids[None], device), _moved(places, device), _moved(targets, device))
